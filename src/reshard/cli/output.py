@@ -1,0 +1,46 @@
+"""How every verb reads sizes and prints results: JSON on stdout for machines, progress on stderr for people."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+
+from reshard.errors import ConfigError
+from reshard.units import parse_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+json_option: Callable[[Callable[..., Any]], Callable[..., Any]] = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
+)
+"""The option that every verb has; the verb's parameter is ``as_json``."""
+
+
+def size(value: str | int) -> int:
+    """Read an option's value such as ``512MiB`` into bytes: ``click.option(..., type=size)``.
+
+    Raises:
+        click.BadParameter: The text is no size; the command ends with exit code 2.
+    """
+    try:
+        return parse_nbytes(value)
+    except ConfigError as error:
+        raise click.BadParameter(str(error)) from error
+
+
+def emit_json(value: object) -> None:
+    """Print a result on stdout: keys sorted, one line, so that equal results are equal bytes.
+
+    Raises:
+        ValueError: It holds a NaN or an infinity, which JSON has no word for.
+    """
+    click.echo(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False))
+
+
+def stderr_console() -> Console:
+    """Give a rich console for progress and remarks: on stderr, without colour where NO_COLOR is set."""
+    return Console(stderr=True, highlight=False)

@@ -1,0 +1,458 @@
+"""Plan: which rank sends which bytes to which rank, for every tensor of a model.
+
+A plan is for all ranks at once and equal on every rank. It never lists one object a transfer (a large model on many
+ranks has millions of overlapping pairs): it keeps route classes and cut points, and expands what one rank does
+(``for_rank``) or what becomes of one tensor (``transfers``) when asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+from reshard.errors import ManifestError, PlanError
+from reshard.layouts.layout import Layout
+from reshard.layouts.manifest import Manifest
+from reshard.plan.cells import ranks_of
+from reshard.plan.classes import Pattern, RouteClass, make_classes, make_patterns
+from reshard.plan.proof import Proof, prove
+from reshard.plan.routes import Route, choose_routes
+from reshard.plan.strings import ByteString, Item
+from reshard.topology.topology import ONE_HOST, Topology
+from reshard.units import format_nbytes, parse_nbytes
+from reshard.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from reshard.layouts.box import Box
+    from reshard.layouts.piece import TensorSpec
+
+Strategy = Literal["reshard", "point-to-point", "gather-broadcast"]
+STRATEGIES: tuple[Strategy, ...] = ("reshard", "point-to-point", "gather-broadcast")
+
+PLAN_FORMAT = "reshard-plan-1"
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """A world's place in the plan's ranks: its rank r is the plan's ``first + r``."""
+
+    name: str
+    first: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A box of a tensor with its sender and receiver, in the plan's ranks."""
+
+    name: str
+    box: Box
+    src: int
+    dst: int
+    rule: str
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank does: (peer, tensor index, box) to send and to receive, and the boxes it copies to itself."""
+
+    rank: int
+    sends: tuple[tuple[int, int, Box], ...]
+    receives: tuple[tuple[int, int, Box], ...]
+    copies: tuple[tuple[int, Box], ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Route classes and cut points for one source and one or more destination worlds.
+
+    Ranks are the plan's: the worlds one after the other as ``worlds`` lists them; worlds of equal name are the same
+    processes. Byte totals count payload on the wire.
+    """
+
+    src: Manifest
+    dst: tuple[Manifest, ...]
+    topology: Topology
+    strategy: Strategy
+    cut_nbytes: int
+    worlds: tuple[World, ...]
+    specs: tuple[TensorSpec, ...]
+    patterns: tuple[Pattern, ...]
+    classes: tuple[RouteClass, ...]
+    routes: tuple[Route, ...]
+
+    # -- ranks -----------------------------------------------------------------------------------------------------
+
+    @property
+    def size(self) -> int:
+        """How many ranks take part, all worlds together."""
+        return max(world.first + world.size for world in self.worlds)
+
+    def rank_of(self, world: str, rank: int) -> int:
+        """The plan's number of a world's rank."""
+        return next(w.first for w in self.worlds if w.name == world) + rank
+
+    def rank_name(self, rank: int) -> str:
+        """A rank of the plan as people call it: ``trainer 3``, or ``rank 3`` where there is one world."""
+        return _rank_name(self.worlds, rank)
+
+    # -- what it says ----------------------------------------------------------------------------------------------
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the manifests, the options and the routes: equal on every rank that planned the same."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        text = json.dumps(self._identity(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            "format": PLAN_FORMAT,
+            "version": __version__,
+            "src": self.src.digest,
+            "dst": [manifest.digest for manifest in self.dst],
+            "topology": [self.topology.name, [list(domain) for domain in self.topology.domains]],
+            "strategy": self.strategy,
+            "cut_nbytes": self.cut_nbytes,
+            "routes": [_route_to_json(route) for route in self.routes],
+        }
+
+    def proof(self) -> Proof:
+        """Replay the plan on labels; ProofError where it does not deliver every byte exactly once."""
+        return prove(self.specs, self.patterns, self.classes, self.routes, self.rank_name)
+
+    def pair_nbytes(self) -> dict[tuple[int, int], int]:
+        """Bytes from rank to rank over the wire."""
+        return self._pair_nbytes
+
+    @cached_property
+    def _pair_nbytes(self) -> dict[tuple[int, int], int]:
+        pairs: dict[tuple[int, int], int] = {}
+        for route in self.routes:
+            for edge in route.edges:
+                if edge[0] != edge[1]:
+                    pairs[edge] = pairs.get(edge, 0) + route.nbytes
+        return dict(sorted(pairs.items()))
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that go from one rank to another."""
+        return sum(self._pair_nbytes.values())
+
+    @property
+    def local_nbytes(self) -> int:
+        """Bytes that a rank copies within its own memory."""
+        return sum(route.nbytes * sum(a == b for a, b in route.edges) for route in self.routes)
+
+    @property
+    def needed_nbytes(self) -> int:
+        """Bytes of all destination boxes, replicas counted each."""
+        return sum(cls.nbytes * cls.needers.bit_count() for cls in self.classes)
+
+    def sent_nbytes(self) -> dict[int, int]:
+        """Bytes that each rank sends."""
+        return _total(self._pair_nbytes, 0)
+
+    def received_nbytes(self) -> dict[int, int]:
+        """Bytes that each rank receives."""
+        return _total(self._pair_nbytes, 1)
+
+    def summary(self) -> str:
+        """A few lines for people."""
+        pairs = self._pair_nbytes
+        sent, received = self.sent_nbytes(), self.received_nbytes()
+        lines = [
+            f"{self.strategy}: {len(self.specs)} tensors, {format_nbytes(sum(s.nbytes for s in self.specs))} in one copy",
+            f"  on the wire {format_nbytes(self.wire_nbytes)} over {len(pairs)} pairs, "
+            f"within ranks {format_nbytes(self.local_nbytes)}, wanted {format_nbytes(self.needed_nbytes)}",
+            f"  {len(self.patterns)} patterns, {len(self.classes)} route classes, {len(self.routes)} routes",
+        ]
+        if pairs:
+            top, low = max(sent, key=lambda r: (sent[r], -r)), max(received, key=lambda r: (received[r], -r))
+            lines.append(
+                f"  busiest sender {self.rank_name(top)} {format_nbytes(sent[top])}, "
+                f"busiest receiver {self.rank_name(low)} {format_nbytes(received[low])}"
+            )
+        lines.append(f"  digest {self.digest[:16]}")
+        return "\n".join(lines)
+
+    # -- parts of it -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _strings(self) -> dict[int, ByteString]:
+        return {}
+
+    def string(self, route_class: int) -> ByteString:
+        """The string of a class, expanded to (tensor index, box)."""
+        if route_class not in self._strings:
+            items = self.classes[route_class].items(self.patterns)
+            self._strings[route_class] = ByteString(items, self.specs)
+        return self._strings[route_class]
+
+    def route_items(self, route: Route) -> list[Item]:
+        """(tensor index, box) that a route carries, in order."""
+        return self.string(route.route_class).between(route.start, route.stop)
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """What ``rank`` (in the plan's numbers) sends, receives and copies to itself."""
+        sends, receives, copies = [], [], []
+        for route in self.routes:
+            mine = [edge for edge in route.edges if rank in edge]
+            if not mine:
+                continue
+            items = self.route_items(route)
+            for sender, receiver in mine:
+                if sender == receiver:
+                    copies.extend(items)
+                elif sender == rank:
+                    sends.extend((receiver, tensor, box) for tensor, box in items)
+                else:
+                    receives.extend((sender, tensor, box) for tensor, box in items)
+        return RankPlan(rank, tuple(sorted(sends)), tuple(sorted(receives)), tuple(sorted(copies)))
+
+    def transfers(self, name: str) -> Iterator[Transfer]:
+        """Every transfer of one tensor, by destination, then by box.
+
+        Raises:
+            PlanError: The plan has no tensor of this name.
+        """
+        index = next((i for i, spec in enumerate(self.specs) if spec.name == name), None)
+        if index is None:
+            raise PlanError(f"The plan has no tensor {name!r}. {nearest(name, [s.name for s in self.specs])}")
+        relevant = {
+            at for at, cls in enumerate(self.classes) for p, _ in cls.parts if index in self.patterns[p].tensors
+        }
+        itemsize = self.specs[index].itemsize
+        found = [
+            Transfer(name, box, src, dst, route.rule, box.numel * itemsize)
+            for route in self.routes
+            if route.route_class in relevant
+            for tensor, box in self.route_items(route)
+            if tensor == index
+            for src, dst in route.edges
+        ]
+        yield from sorted(found, key=lambda t: (t.dst, t.box, t.src))
+
+    # -- JSON ------------------------------------------------------------------------------------------------------
+
+    def to_json(self) -> dict[str, Any]:
+        """Manifests, options and routes; ``from_json`` reads it back to an equal plan."""
+        return {
+            **self._identity(),
+            "digest": self.digest,
+            "src": self.src.to_json(),
+            "dst": [manifest.to_json() for manifest in self.dst],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Read a saved plan. Its routes are taken as they are: ``proof`` says whether they are right.
+
+        Raises:
+            PlanError: The data is not a plan of this format.
+        """
+        if data.get("format") != PLAN_FORMAT:
+            raise PlanError(f"This is not a saved plan: its format is {data.get('format')!r}, not {PLAN_FORMAT!r}.")
+        name, domains = data["topology"]
+        plan = plan_refit(
+            Manifest.from_json(data["src"]),
+            [Manifest.from_json(manifest) for manifest in data["dst"]],
+            Topology(name, tuple(tuple(domain) for domain in domains)),
+            strategy=data["strategy"],
+            cut_nbytes=data["cut_nbytes"],
+        )
+        return replace(plan, routes=tuple(_route_from_json(row) for row in data["routes"]))
+
+
+def plan_refit(
+    src: Manifest | Layout,
+    dst: Manifest | Layout | Sequence[Manifest],
+    topology: Topology | None = None,
+    *,
+    strategy: str = "reshard",
+    cut_nbytes: int | str = "64KiB",
+) -> Plan:
+    """Choose the way of every byte that a destination rank wants.
+
+    Pure: equal arguments give an equal plan on every rank, and nothing is sent.
+
+    Args:
+        src: What each source rank holds; ranks count in its world. A Layout stands for one tensor named ``tensor``.
+        dst: What each destination rank wants, same names; one manifest for each destination world. Manifests whose
+            ``world`` is equal count the same processes (two Layouts always do).
+        topology: What joins the ranks; one host for all of them if not given.
+        strategy: ``"reshard"``, ``"point-to-point"`` (every needer is served directly) or ``"gather-broadcast"``
+            (every tensor whole to every rank that needs a part of it).
+        cut_nbytes: No cut leaves less than this of what one sender gives one receiver.
+
+    Returns:
+        Route classes and cut points, equal on every rank. Boxes in elements, global coordinates; totals in bytes.
+
+    Raises:
+        ManifestError: A destination tensor that the source lacks, or whose shape or dtype differs; all are listed.
+        CoverageError: A destination box, or a part of one, is held by no source rank.
+        PlanError: An unknown strategy.
+
+    Cost: for each pattern (tensors of equal shape and holders) the product over dims of the cut points.
+    Source: classes of replica sets and exact flow as in "On Optimizing the Communication of Model Parallelism"
+    (arXiv 2211.05322) and COSTA (arXiv 2106.06601), with cut points in place of a search.
+    """
+    if strategy not in STRATEGIES:
+        raise PlanError(f"Strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
+    if topology is not None and len(topology.domains) > 1:
+        raise PlanError(
+            f"Topology {topology.name!r} has {len(topology.domains)} domains; this version plans for one. "
+            f"Give one domain, or no topology."
+        )
+    source, destinations = _as_manifests(src, dst)
+    check_match(source, destinations)
+    worlds = _place_worlds(source, destinations)
+    first = {world.name: world.first for world in worlds}
+    specs, held, wanted = _line_up(source, destinations, first)
+
+    def rank_name(rank: int) -> str:
+        return _rank_name(worlds, rank)
+
+    patterns = make_patterns(specs, held, wanted, rank_name)
+    classes = make_classes(patterns, whole=strategy == "gather-broadcast")
+    least = parse_nbytes(cut_nbytes)
+    return Plan(
+        src=source,
+        dst=tuple(destinations),
+        topology=topology or ONE_HOST,
+        strategy=cast("Strategy", strategy),
+        cut_nbytes=least,
+        worlds=worlds,
+        specs=specs,
+        patterns=patterns,
+        classes=classes,
+        routes=choose_routes(classes, patterns, specs, cut_nbytes=least),
+    )
+
+
+def _as_manifests(
+    src: Manifest | Layout, dst: Manifest | Layout | Sequence[Manifest]
+) -> tuple[Manifest, list[Manifest]]:
+    def one(side: Manifest | Layout) -> Manifest:
+        return Manifest.from_layouts({"tensor": side}) if isinstance(side, Layout) else side
+
+    return one(src), [one(dst)] if isinstance(dst, (Manifest, Layout)) else [one(manifest) for manifest in dst]
+
+
+def check_match(src: Manifest, dst: Sequence[Manifest]) -> None:
+    """Check that every wanted tensor is held, with the same shape, dtype and granule; one error lists all that is not.
+
+    Raises:
+        ManifestError: With the nearest names for those that are missing.
+    """
+    have = {entry.spec.name: entry.spec for entry in src.entries}
+    faults: list[str] = []
+    missing: list[str] = []
+    for manifest in dst:
+        for entry in manifest.entries:
+            spec = entry.spec
+            theirs = have.get(spec.name)
+            if theirs is None:
+                ranks = sorted({rank for holding in entry.holdings for rank in holding.ranks})
+                who = f"{manifest.world} rank {ranks[0]}" if ranks else manifest.world
+                missing.append(spec.name)
+                faults.append(f"{who} wants {spec.name!r}, which no source rank holds. {nearest(spec.name, have)}")
+            elif theirs.shape != spec.shape:
+                faults.append(
+                    f"{spec.name!r}: the source's shape is {list(theirs.shape)}, {manifest.world}'s is "
+                    f"{list(spec.shape)}. Global shapes must be equal; leave padding out of the pieces."
+                )
+            elif theirs.dtype != spec.dtype:
+                faults.append(
+                    f"{spec.name!r}: the source holds {theirs.dtype}, {manifest.world} wants {spec.dtype}. Bytes are "
+                    f"never reinterpreted: convert one side, source.to(torch.{spec.dtype})."
+                )
+            elif theirs.granule != spec.granule and theirs.granule and spec.granule:
+                faults.append(
+                    f"{spec.name!r}: the source's granule is {list(theirs.granule)}, {manifest.world}'s is "
+                    f"{list(spec.granule)}. Both sides must name the same block."
+                )
+    if faults:
+        shown = faults[:20] + ([f"and {len(faults) - 20} more"] if len(faults) > 20 else [])
+        raise ManifestError("\n".join(shown), faults=tuple(faults), missing=tuple(missing))
+
+
+def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
+    """A sentence with up to three known names that look like ``name``."""
+    import difflib
+
+    close = difflib.get_close_matches(name, list(known)[:5000], n=3, cutoff=0.5)
+    return f"Nearest source names: {', '.join(map(repr, close))}." if close else f"The source has {len(known)} tensors."
+
+
+def _place_worlds(src: Manifest, dst: Sequence[Manifest]) -> tuple[World, ...]:
+    sizes: dict[str, int] = {}
+    for manifest in (src, *dst):
+        sizes[manifest.world] = max(manifest.size, sizes.get(manifest.world, 0))
+    worlds, first = [], 0
+    for name, size in sizes.items():
+        worlds.append(World(name, first, size))
+        first += size
+    return tuple(worlds)
+
+
+def _rank_name(worlds: Sequence[World], rank: int) -> str:
+    if len(worlds) == 1:
+        return f"rank {rank}"
+    world = next(w for w in worlds if w.first <= rank < w.first + w.size)
+    return f"{world.name} rank {rank - world.first}"
+
+
+def _line_up(
+    src: Manifest, dst: Sequence[Manifest], first: Mapping[str, int]
+) -> tuple[tuple[TensorSpec, ...], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The tensors that any destination wants, in plan order, with holders and wanters in the plan's ranks."""
+    wanted: dict[str, list[Any]] = {}
+    specs: dict[str, TensorSpec] = {}
+    placed = {id(manifest): _in_plan_ranks(manifest, first[manifest.world]) for manifest in (src, *dst)}
+    source = {entry.spec.name: entry for entry in placed[id(src)].entries}
+    for manifest in dst:
+        for entry in placed[id(manifest)].entries:
+            name = entry.spec.name
+            theirs = source[name].spec
+            spec = replace(
+                entry.spec, granule=entry.spec.granule or theirs.granule, group=entry.spec.group or theirs.group
+            )
+            specs.setdefault(name, spec)
+            wanted.setdefault(name, []).extend(entry.holdings)
+    names = sorted(specs, key=lambda name: specs[name].order)
+    held = [source[name].holdings for name in names]
+    return tuple(specs[name] for name in names), held, [tuple(wanted[name]) for name in names]
+
+
+def _in_plan_ranks(manifest: Manifest, first: int) -> Manifest:
+    if first == 0:
+        return manifest
+    return manifest.renumber({rank: rank + first for rank in range(manifest.size)}, size=first + manifest.size)
+
+
+def _total(pairs: Mapping[tuple[int, int], int], end: int) -> dict[int, int]:
+    totals: dict[int, int] = {}
+    for pair, nbytes in pairs.items():
+        totals[pair[end]] = totals.get(pair[end], 0) + nbytes
+    return dict(sorted(totals.items()))
+
+
+def _route_to_json(route: Route) -> list[Any]:
+    return [route.route_class, route.start, route.stop, [list(edge) for edge in route.edges], route.rule]
+
+
+def _route_from_json(row: Sequence[Any]) -> Route:
+    return Route(row[0], row[1], row[2], tuple((a, b) for a, b in row[3]), row[4])
+
+
+__all__ = ["Plan", "RankPlan", "Transfer", "World", "plan_refit", "ranks_of"]

@@ -1,0 +1,340 @@
+"""Agreement: from what each rank declares to one plan that all ranks hold, or one error on every rank.
+
+Nothing here moves weights. Each step is one exchange of small values; a rank that finds a fault says so in the next
+exchange, so that every rank ends with an error that names it.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard.errors import BindingError, DigestError, LayoutError, ManifestError, PeerError, ReshardError
+from reshard.layouts.box import Box
+from reshard.layouts.layout import Layout
+from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces, merge
+from reshard.layouts.piece import Piece
+from reshard.transports.verify import box_sum
+from reshard.transports.views import BoundMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from reshard.refit.group import Group
+    from reshard.transports.base import Deadline
+
+
+@dataclass(frozen=True)
+class Options:
+    """What all ranks must choose alike."""
+
+    strategy: str = "reshard"
+    transport: str = "auto"
+    verify: str = "none"
+    staging_nbytes: int = 64 << 20
+    """The least of all ranks' limits counts."""
+
+    bucket_nbytes: int | None = None
+    depth: int | None = None
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What one rank brings to a refit."""
+
+    src: Manifest | None
+    dst: Manifest | None
+    options: Options
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks know after the agreement: both manifests in the group's ranks, and this rank's memory."""
+
+    src: Manifest
+    dst: Manifest
+    options: Options
+    src_pieces: tuple[BoundPiece, ...]
+    dst_pieces: tuple[BoundPiece, ...]
+    not_covered: tuple[str, ...]
+    """Source tensors that no destination wants."""
+
+    merged: tuple[Manifest, Manifest]
+    """Source and destination in the numbers of their own meshes."""
+
+    def bind(self, declared: Declared) -> tuple[tuple[BoundPiece, ...], tuple[BoundPiece, ...]]:
+        """This rank's source and destination pieces in the memory that ``declared`` names."""
+        wanted = set(self.dst.names)
+        dst = tuple(b for b in _pieces_of(declared.dst, self.merged[1]) if b.piece.name in wanted)
+        return _pieces_of(declared.src, self.merged[0]), dst
+
+
+@contextmanager
+def or_tell_peers(group: Group, label: str) -> Iterator[None]:
+    """If the block raises, say so in the exchange ``label``, so that the other ranks raise too instead of waiting."""
+    try:
+        yield
+    except PeerError:
+        raise
+    except ReshardError as error:
+        group.meeting.fail(label, error.message)
+        raise
+    except Exception as error:
+        group.meeting.fail(label, f"{type(error).__name__}: {error}")
+        raise
+
+
+def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
+    """Exchange declarations and make them one source and one destination manifest.
+
+    Raises:
+        ManifestError, LayoutError, CoverageError: What does not fit; equal on every rank.
+        DigestError: The ranks chose different options.
+        PeerError: Another rank found a fault in its own declaration.
+    """
+    with or_tell_peers(group, "declare"):
+        payload = zlib.compress(json.dumps(_to_wire(declared)).encode(), 1)
+    told = [json.loads(zlib.decompress(value)) for value in group.meeting.exchange("declare", payload, deadline)]
+    options = _same_options([row["options"] for row in told])
+    src, src_merged = _merge_side(told, "src", group.size)
+    dst, dst_merged = _merge_side(told, "dst", group.size)
+    if not src.entries:
+        raise ManifestError(
+            "No rank of the group holds a source tensor. Ranks of the source mesh pass src, ranks of the destination "
+            "mesh pass dst, and at least one rank must be in the source mesh."
+        )
+    if not dst.entries:
+        raise ManifestError("No rank of the group wants a tensor. Ranks of the destination mesh must pass dst.")
+    dst = _drop_aliases(src, dst)
+    wanted = set(dst.names)
+    with or_tell_peers(group, "contents"):
+        src_pieces = _pieces_of(declared.src, src_merged)
+        dst_pieces = tuple(b for b in _pieces_of(declared.dst, dst_merged) if b.piece.name in wanted)
+        _check_memory("source", src, src_pieces, group.rank)
+        _check_memory("destination", dst, dst_pieces, group.rank)
+        _check_no_overlap(dst_pieces)
+    _check_replicas(group, src, src_pieces, deadline)
+    not_covered = tuple(name for name in src.names if name not in wanted)
+    return Agreed(src, dst, options, src_pieces, dst_pieces, not_covered, (src_merged, dst_merged))
+
+
+def _to_wire(declared: Declared) -> dict[str, Any]:
+    def side(manifest: Manifest | None) -> dict[str, Any] | None:
+        return None if manifest is None else {"manifest": manifest.to_json(), "number": manifest.here}
+
+    return {
+        "src": side(declared.src),
+        "dst": side(declared.dst),
+        "options": asdict(declared.options),
+    }
+
+
+def _same_options(rows: Sequence[dict[str, Any]]) -> Options:
+    staging = min(row["staging_nbytes"] for row in rows)
+    for name in rows[0]:
+        if name == "staging_nbytes":
+            continue
+        for rank, row in enumerate(rows):
+            if row[name] != rows[0][name]:
+                raise DigestError(
+                    f"Rank 0 called with {name}={rows[0][name]!r} and rank {rank} with {name}={row[name]!r}. "
+                    f"All ranks of a refit choose the same.",
+                    rank=rank,
+                    option=name,
+                )
+    return Options(**{**rows[0], "staging_nbytes": staging})
+
+
+def _merge_side(told: Sequence[Mapping[str, Any]], side: str, size: int) -> tuple[Manifest, Manifest]:
+    """The merged manifest of one side, in the group's ranks and in the numbers that its ranks' meshes use."""
+    parts: dict[int, Manifest] = {}
+    group_rank: dict[int, int] = {}
+    for rank, row in enumerate(told):
+        if row[side] is None:
+            continue
+        number = rank if row[side]["number"] is None else row[side]["number"]
+        if number in group_rank:
+            raise ManifestError(
+                f"Ranks {group_rank[number]} and {rank} of the group both say that they are rank {number} of the "
+                f"{_SIDES[side]} mesh. Each rank has its own number in the mesh.",
+                ranks=(group_rank[number], rank),
+            )
+        group_rank[number] = rank
+        parts[number] = Manifest.from_json(row[side]["manifest"])
+    merged = merge(parts, world=side)
+    for entry in merged.entries:
+        for holding in entry.holdings:
+            absent = [number for number in holding.ranks if number not in group_rank]
+            if absent:
+                raise ManifestError(
+                    f"{entry.spec.name!r}: rank {absent[0]} is in the {_SIDES[side]} mesh but passed no tensor for it. "
+                    f"Every rank of the mesh takes part (those that did: {sorted(group_rank)}).",
+                    tensor=entry.spec.name,
+                    rank=absent[0],
+                )
+    return merged.renumber(group_rank, world="group", size=size), merged
+
+
+_SIDES = {"src": "source", "dst": "destination"}
+
+
+def _pieces_of(part: Manifest | None, merged: Manifest) -> tuple[BoundPiece, ...]:
+    return () if part is None else bound_pieces(part, merged)
+
+
+def _drop_aliases(src: Manifest, dst: Manifest) -> Manifest:
+    """Write memory that has two names once, and refuse it where the source holds two different tensors.
+
+    Raises:
+        ManifestError: Two names are one buffer on the destination, and the source keeps a buffer for each.
+    """
+    tied = dict(src.aliases)
+    dropped: set[str] = set()
+    names = set(src.names)
+    for name, first in dst.aliases:
+        if name in dropped or name not in names:
+            dropped.add(name)
+        elif first not in names:
+            dropped.add(first)
+        elif tied.get(name, name) == tied.get(first, first):
+            dropped.add(name)
+        else:
+            raise ManifestError(
+                f"{first!r} and {name!r} are one buffer on the destination, but two on the source, whose values may "
+                f"differ: one would overwrite the other. Tie them on the source, or give the destination two buffers, "
+                f"or leave one name out of the destination.",
+                tensors=(first, name),
+            )
+    return dst.select(n for n in dst.names if n not in dropped) if dropped else dst
+
+
+def _check_memory(side: str, manifest: Manifest, pieces: Sequence[BoundPiece], rank: int) -> None:
+    """Check that this rank gave memory for every box that the merged manifest says it has."""
+    memory: dict[str, int] = {}
+    for bound in pieces:
+        memory[bound.piece.name] = memory.get(bound.piece.name, 0) + bound.piece.box.numel
+    for entry in manifest.entries:
+        boxes = _boxes_of(entry.spec, entry.holdings, rank)
+        have, need = memory.get(entry.spec.name, 0), sum(box.numel for box in boxes)
+        if have != need:
+            raise BindingError(
+                f"{entry.spec.name!r}: by the {side} layout rank {rank} has {need} elements "
+                f"({', '.join(map(str, boxes[:3])) or 'none'}), and it passed memory for {have}. Pass the local tensor "
+                f"that belongs to the layout.",
+                tensor=entry.spec.name,
+                rank=rank,
+            )
+
+
+def _boxes_of(spec: Any, holdings: Sequence[Rule | Pieces], rank: int) -> list[Box]:
+    """The distinct boxes of a rank."""
+    boxes: set[Box] = set()
+    for holding in holdings:
+        if isinstance(holding, Rule):
+            boxes.update(holding.layout(spec).boxes(rank) if rank in holding.ranks else ())
+        else:
+            boxes.update(box for at, held in holding.held if at == rank for box in held)
+    return sorted(boxes)
+
+
+def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
+    """Refuse destination memory that two pieces would both write."""
+    ordered = sorted(pieces, key=lambda b: (b.binding.buffer, b.binding.span))
+    for index, bound in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other.binding.buffer != bound.binding.buffer or other.binding.span[0] >= bound.binding.span[1]:
+                break
+            if bound.binding.may_overlap(other.binding):
+                raise BindingError(
+                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} lie in the same "
+                    f"memory of this rank, so one would overwrite the other. Give each its own memory; two names for "
+                    f"one whole tensor are fine if both have the same boxes.",
+                    tensors=(bound.piece.name, other.piece.name),
+                )
+
+
+def _check_replicas(group: Group, src: Manifest, pieces: Sequence[BoundPiece], deadline: Deadline) -> None:
+    """Check that ranks which publish the same box by hand hold the same bytes.
+
+    A mesh says that its replicas are replicas. Tensors that ranks publish one by one (plain tensors, views) may also be
+    different tensors under one name, as when pipeline stages or expert ranks count from zero; their sums show it.
+
+    Raises:
+        ManifestError: Names the tensor and the ranks; equal on every rank.
+    """
+    shared = {name: box for name, box in _published_twice(src)}
+    sums: dict[str, str] = {}
+    for bound in pieces:
+        key = f"{bound.piece.name} {bound.piece.box}"
+        if bound.piece.name in shared:
+            sums[key] = _content(bound, src)
+    payload = json.dumps(sums).encode()
+    told = [json.loads(value) for value in group.meeting.exchange("contents", payload, deadline)]
+    first: dict[str, tuple[int, str]] = {}
+    for rank, row in enumerate(told):
+        for key, value in row.items():
+            owner, content = first.setdefault(key, (rank, value))
+            if content != value:
+                name = key.rsplit(" [", 1)[0]
+                raise ManifestError(
+                    f"{name!r}: ranks {owner} and {rank} both publish {key[len(name) + 1 :]}, with different bytes, so "
+                    f"they are not replicas. If they count layers or experts from zero, publish the global names "
+                    f"(rename=); if one is stale, refit it first.",
+                    tensor=name,
+                    ranks=(owner, rank),
+                )
+
+
+def _published_twice(src: Manifest) -> Iterator[tuple[str, Box]]:
+    for entry in src.entries:
+        seen: dict[Box, int] = {}
+        for holding in entry.holdings:
+            if isinstance(holding, Pieces):
+                for _, boxes in holding.held:
+                    for box in boxes:
+                        seen[box] = seen.get(box, 0) + 1
+        yield from ((entry.spec.name, box) for box, count in seen.items() if count > 1)
+
+
+def _content(bound: BoundPiece, src: Manifest) -> str:
+    spec = src.entry(bound.piece.name).spec
+    regions = list(BoundMemory([bound]).regions(spec.name, bound.piece.box))
+    return format(int(box_sum(bound.piece.box, spec, regions, "fingerprint")) & (2**64 - 1), "x")
+
+
+def lay_out(name: str, layout: Layout, rank: int, tensor: torch.Tensor | None, side: str) -> Manifest:
+    """The manifest of one tensor with a layout, and this rank's local tensor.
+
+    Raises:
+        LayoutError: The local tensor has another shape or dtype than the layout gives this rank.
+    """
+    manifest = Manifest.from_layouts({name: layout}, world=side)
+    if tensor is None or rank not in layout.mesh.ranks:
+        if tensor is not None and tensor.numel():
+            raise LayoutError(
+                f"{name!r}: rank {rank} passed a {side} tensor of shape {list(tensor.shape)} but is not in the {side} "
+                f"mesh {layout.mesh.ranks}. Pass None there.",
+                tensor=name,
+                rank=rank,
+            )
+        return manifest
+    expected = layout.local_shape(rank)
+    if tuple(tensor.shape) != expected or str(tensor.dtype).removeprefix("torch.") != layout.dtype:
+        raise LayoutError(
+            f"{name!r}: rank {rank} passed a {side} tensor {str(tensor.dtype).removeprefix('torch.')} "
+            f"{list(tensor.shape)}, but the layout gives it {layout.dtype} {list(expected)} of {list(layout.shape)}. "
+            f"Pass the local shard, or correct the layout.",
+            tensor=name,
+            rank=rank,
+        )
+    local = tuple(bind_shards(name, layout, rank, tensor.detach()))
+    return Manifest(manifest.entries, side, 0, (), local)
+
+
+__all__ = ["Agreed", "Declared", "Options", "Piece", "agree", "lay_out", "or_tell_peers"]

@@ -1,0 +1,427 @@
+"""CompiledRefit: one plan, agreed by all ranks of a group and bound to their memory, to be run again and again."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard.errors import BindingError, ConfigError, DigestError, ReshardError, TransportError
+from reshard.layouts.box import Box
+from reshard.layouts.manifest import BoundPiece, binding_of
+from reshard.layouts.piece import Piece
+from reshard.plan.plan import STRATEGIES, Plan, plan_refit
+from reshard.refit.agreement import Agreed, Declared, Options, agree, or_tell_peers
+from reshard.refit.group import CHOICES, Group
+from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES, Schedule, plan_schedule
+from reshard.transports.base import Deadline, Loan, Transport
+from reshard.transports.program import Link, Program, staging_need
+from reshard.transports.verify import VERIFY
+from reshard.transports.views import BoundMemory
+from reshard.units import format_nbytes, parse_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch.distributed as dist
+
+    from reshard.layouts.manifest import Manifest
+    from reshard.topology.topology import Topology
+
+DEFAULT_TIMEOUT = timedelta(seconds=60)
+
+
+@dataclass(frozen=True)
+class RunReport:
+    """What one rank did in one run. Bytes count payload."""
+
+    seconds: float
+    """From the call to the last byte of this rank, the wait for the others to call included."""
+
+    move_seconds: float
+    """The same without the wait for the others to call."""
+
+    sent_nbytes: int
+    received_nbytes: int
+    read_in_place_nbytes: int
+    """Read by this rank out of another's shared memory, in one copy."""
+
+    local_nbytes: int
+    staging_nbytes: int
+    links: Mapping[int, str] = field(default_factory=dict)
+    """By peer: the transport, how many copies the bytes take, and why."""
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that reached this rank from others, over whatever link."""
+        return self.received_nbytes + self.read_in_place_nbytes
+
+
+class CompiledRefit:
+    """A transfer that all ranks of a group have agreed on; ``run`` carries it out.
+
+    Made by ``compile_refit``. Between runs nothing is allocated and nothing is exchanged but one small message a rank.
+    """
+
+    def __init__(self, group: Group, agreed: Agreed, plan: Plan, schedule: Schedule, deadline: Deadline) -> None:
+        self.group = group
+        self.plan = plan
+        self.schedule = schedule
+        self.not_covered = agreed.not_covered
+        self._options = agreed.options
+        self._snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._agreed = agreed
+        self._src_pieces = agreed.src_pieces
+        self._dst_pieces = agreed.dst_pieces
+        self._bound_to = tuple(bound.binding for bound in (*agreed.src_pieces, *agreed.dst_pieces))
+        with or_tell_peers(group, "memory"):
+            self._sources = self._snapshot(agreed)
+            self._links = group.links(agreed.options.transport, deadline)  # type: ignore[arg-type]
+            offer = self._offer()
+        told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
+        self._check_digests(told)
+        self._why = {rank: row["why"] for rank, row in enumerate(told)}
+        with or_tell_peers(group, "ready"):
+            self._borrowed, self._lent_to = self._match_loans(told)
+            self._program = self._compile()
+        group.meeting.exchange("ready", b"", deadline)
+
+    # -- memory ----------------------------------------------------------------------------------------------------
+
+    def _snapshot(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
+        """Source pieces as they will be read: copies where this rank's own destination would overwrite them."""
+        pieces = list(agreed.src_pieces)
+        clashing = [at for at, source in enumerate(pieces) if any(_clash(source, d) for d in agreed.dst_pieces)]
+        nbytes = sum(pieces[at].binding.nbytes for at in clashing)
+        limit = agreed.options.staging_nbytes
+        if nbytes > limit:
+            source = pieces[clashing[0]]
+            raise BindingError(
+                f"{source.piece.name!r}: source and destination of rank {self.group.rank} share memory "
+                f"({source.piece.box} among others), and a copy of what would be overwritten takes "
+                f"{format_nbytes(nbytes)}; the staging limit is {format_nbytes(limit)}. Give the destination its own "
+                f"memory, or raise staging_nbytes.",
+                tensor=source.piece.name,
+                rank=self.group.rank,
+            )
+        for at in clashing:
+            source = pieces[at]
+            copy = torch.empty(source.view.shape, dtype=source.view.dtype, device=source.view.device)
+            self._snapshots.append((copy, source.view))
+            pieces[at] = BoundPiece(source.piece, binding_of(copy), copy)
+        return tuple(pieces)
+
+    def _offer(self) -> dict[str, Any]:
+        """What this rank tells the others: its digest, whom it reaches in shared memory, and what it lends."""
+        shared = sorted(peer for peer, link in self._links.items() if link.transport.lends)
+        loans, why = self._lend(shared)
+        return {"digest": self.schedule.digest, "shared": shared, "loans": loans, "why": why}
+
+    def _lend(self, shared: Sequence[int]) -> tuple[list[Any] | None, str]:
+        if not shared:
+            return None, "no rank shares memory with it"
+        if not self._sources:
+            return None, "it has no source tensor"
+        if self._snapshots:
+            return None, "its source and destination share memory"
+        private = next((b for b in self._sources if not b.view.is_shared()), None)
+        if private is not None:
+            return None, f"its {private.piece.name!r} lies in private memory (share_memory_ moves it)"
+        transport = self._links[shared[0]].transport
+        loans = transport.lend([bound.view for bound in self._sources])
+        rows = [
+            [b.piece.name, list(b.piece.box.start), list(b.piece.box.stop), loan.to_json(), *_geometry(b)]
+            for b, loan in zip(self._sources, loans, strict=True)
+        ]
+        return rows, "its weights lie in shared memory"
+
+    def _check_digests(self, told: Sequence[Mapping[str, Any]]) -> None:
+        for rank, row in enumerate(told):
+            if row["digest"] != told[0]["digest"]:
+                raise DigestError(
+                    f"Rank {rank} made another plan than rank 0 from the same declarations ({row['digest'][:12]} and "
+                    f"{told[0]['digest'][:12]}): their versions of reshard differ. Install one version everywhere.",
+                    rank=rank,
+                )
+
+    def _match_loans(self, told: Sequence[Mapping[str, Any]]) -> tuple[dict[int, BoundMemory], tuple[int, ...]]:
+        """Whose memory this rank reads in place, and who reads its own: those that see each other on an edge."""
+        me = self.group.rank
+        borrowed, lent_to = {}, []
+        for sender, receiver in self.plan.pair_nbytes():
+            if told[sender]["loans"] is None or receiver not in told[sender]["shared"]:
+                continue
+            if sender not in told[receiver]["shared"]:
+                continue
+            if sender == me:
+                lent_to.append(receiver)
+            elif receiver == me:
+                borrowed[sender] = self._borrow(sender, told[sender]["loans"])
+        return borrowed, tuple(sorted(lent_to))
+
+    def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
+        wanted = {self.plan.specs[tensor].name for _, tensor, _ in self._received_from(sender)}
+        pieces = []
+        for name, start, stop, loan_json, dtype, shape, strides in rows:
+            if name not in wanted:
+                continue
+            loan = Loan.from_json(loan_json)
+            memory = self._links[sender].transport.borrow(self._links[sender].peer, loan)
+            view = torch.empty(0, dtype=getattr(torch, dtype)).set_(
+                memory.untyped_storage(),  # type: ignore[call-overload]
+                loan.offset_nbytes // getattr(torch, dtype).itemsize,
+                tuple(shape),
+                tuple(strides),
+            )
+            pieces.append(BoundPiece(Piece(name, Box(tuple(start), tuple(stop))), binding_of(view), view))
+        return BoundMemory(pieces)
+
+    def _received_from(self, sender: int) -> list[tuple[int, int, Box]]:
+        return [row for row in self._rank_plan.receives if row[0] == sender]
+
+    @property
+    def _rank_plan(self) -> Any:
+        if not hasattr(self, "_rank_plan_cache"):
+            self._rank_plan_cache = self.plan.for_rank(self.group.rank)
+        return self._rank_plan_cache
+
+    def _compile(self) -> Program:
+        options, group = self._options, self.group
+        borrowed, lent_to, verify = self._borrowed, self._lent_to, options.verify
+        need = staging_need(
+            self.schedule,
+            group.rank,
+            self._links,
+            borrowed=borrowed,
+            lent_to=lent_to,
+            verify=verify,  # type: ignore[arg-type]
+        )
+        shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
+        send_from: Transport = shared[0] if shared else group.p2p()
+        if shared:
+            send_arena = group.arena(send_from, need.send_nbytes)
+            receive_arena = group.arena(group.p2p(), need.receive_nbytes) if need.receive_nbytes else None
+        else:
+            both = group.arena(send_from, need.send_nbytes + need.receive_nbytes)
+            send_arena = None if both is None else both[: need.send_nbytes]
+            receive_arena = None if both is None else both[need.send_nbytes :][: need.receive_nbytes]
+        self._generation = group.generation
+        return Program(
+            self.schedule,
+            group.rank,
+            BoundMemory(self._sources),
+            BoundMemory(self._dst_pieces),
+            self._links,
+            borrowed=borrowed,
+            lent_to=lent_to,
+            send_arena=send_arena,
+            receive_arena=receive_arena,
+            verify=verify,  # type: ignore[arg-type]
+        )
+
+    def rebind(self, declared: Declared) -> None:
+        """Bind this rank's part to the memory that ``declared`` names, of the same shapes; nothing is exchanged.
+
+        Raises:
+            BindingError: Others read this rank's source memory in place, and it is another one now.
+        """
+        src, dst = self._agreed.bind(declared)
+        key = tuple(bound.binding for bound in (*src, *dst))
+        if key == self._bound_to:
+            return
+        if any(a.binding != b.binding for a, b in zip(src, self._src_pieces, strict=True)) and (
+            self._lent_to or self._snapshots
+        ):
+            raise BindingError(
+                f"Rank {self.group.rank}: the source memory that other ranks read in place has moved since the refit "
+                f"was compiled. Compile it again.",
+                rank=self.group.rank,
+            )
+        if not self._snapshots:
+            self._sources = src
+        self._src_pieces, self._dst_pieces, self._bound_to = src, dst, key
+        self._program = self._compile()
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    @property
+    def links(self) -> dict[int, str]:
+        """By peer that this rank exchanges bytes with: transport, copies and the reason."""
+        described = {}
+        for sender, receiver in self.plan.pair_nbytes():
+            if self.group.rank not in (sender, receiver):
+                continue
+            peer = receiver if sender == self.group.rank else sender
+            described[peer] = self._describe(sender, peer, receiver == self.group.rank)
+        return dict(sorted(described.items()))
+
+    def _describe(self, sender: int, peer: int, incoming: bool) -> str:
+        transport = self._links[peer].transport
+        if transport.lends:
+            in_place = sender in self._borrowed if incoming else peer in self._lent_to
+            copies = "read in place, one copy" if in_place else "two copies through staging"
+            return f"{transport.name}: {copies}, since rank {sender} said that {self._why[sender]}"
+        other = self.group.shm_reason(peer)
+        return f"{transport.name}: sent and received" + (f", since {other}" if other else "")
+
+    def run(self, timeout: timedelta | None = None) -> RunReport:
+        """Bring the destination to what the source holds now. Every rank of the group calls it.
+
+        Returns:
+            What this rank did.
+
+        Raises:
+            DigestError: Another rank runs another refit.
+            RefitTimeout: A rank did not call, or did not answer within the deadline; it is named.
+            TransportError: A peer was lost. The group cannot be used again.
+            VerifyError: Bytes landed that differ from those sent.
+        """
+        deadline = Deadline.after(timeout or DEFAULT_TIMEOUT)
+        started = time.perf_counter()
+        told = self.group.meeting.exchange("run", self.schedule.digest.encode(), deadline)
+        for rank, digest in enumerate(told):
+            if digest != told[self.group.rank]:
+                raise DigestError(
+                    f"Rank {rank} runs another refit than rank {self.group.rank} ({digest.decode()[:12]} and "
+                    f"{self.schedule.digest[:12]}). Every rank must make the same calls in the same order.",
+                    rank=rank,
+                )
+        return self.move(deadline, started)
+
+    def move(self, deadline: Deadline, started: float) -> RunReport:
+        """Move the bytes once all ranks are known to be here."""
+        if self._generation != self.group.generation:
+            self._program = self._compile()
+        agreed = time.perf_counter()
+        try:
+            for copy, source in self._snapshots:
+                copy.copy_(source)
+            self._program.run(deadline)
+        except TransportError as error:
+            self.group.abort(error.message)
+            raise type(error)(f"{error.message} {TORN}", **error.facts) from error
+        except ReshardError as error:
+            if self._options.verify != "none":
+                self.group.meeting.fail("verified", error.message)
+            raise
+        if self._options.verify != "none":
+            self.group.meeting.exchange("verified", b"", deadline)
+        ended = time.perf_counter()
+        program = self._program
+        return RunReport(
+            ended - started,
+            ended - agreed,
+            program.sent_nbytes,
+            program.received_nbytes,
+            program.pulled_nbytes,
+            program.local_nbytes,
+            self.group.staging_nbytes,
+            self.links,
+        )
+
+
+TORN = (
+    "The destination's tensors may hold a mix of old and new weights until a refit completes. The process group has "
+    "lost a member: build a new one, then refit again."
+)
+
+
+def _clash(source: BoundPiece, destination: BoundPiece) -> bool:
+    """Whether writing the destination would change the source's bytes for others who still read them."""
+    same = source.binding == destination.binding and source.piece == destination.piece
+    return not same and source.binding.may_overlap(destination.binding)
+
+
+def _geometry(bound: BoundPiece) -> tuple[str, list[int], list[int]]:
+    view = bound.view
+    return str(view.dtype).removeprefix("torch."), list(view.shape), list(view.stride())
+
+
+def make_options(
+    *,
+    strategy: str,
+    transport: str,
+    verify: str,
+    staging_nbytes: int | str,
+    bucket_nbytes: int | str | None = None,
+    depth: int | None = None,
+) -> Options:
+    """Check the options of a refit.
+
+    Raises:
+        ConfigError: An unknown name, or a size that cannot be read.
+    """
+    for name, value, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("transport", transport, CHOICES),
+        ("verify", verify, VERIFY),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
+    bucket = None if bucket_nbytes is None else parse_nbytes(bucket_nbytes)
+    return Options(strategy, transport, verify, parse_nbytes(staging_nbytes), bucket, depth)
+
+
+def compile_refit(
+    group: dist.ProcessGroup | None = None,
+    *,
+    src: Manifest | None = None,
+    dst: Manifest | None = None,
+    strategy: str = "reshard",
+    transport: str = "auto",
+    verify: str = "none",
+    staging_nbytes: int | str = DEFAULT_STAGING_NBYTES,
+    bucket_nbytes: int | str | None = None,
+    depth: int | None = None,
+    topology: Topology | None = None,
+    timeout: timedelta = DEFAULT_TIMEOUT,
+) -> CompiledRefit:
+    """Agree on a plan for many tensors over a process group, and compile this rank's part. Every rank calls it.
+
+    Args:
+        group: Any torch process group that holds both worlds; the default group if not given.
+        src: What this rank holds (``Manifest.from_torch``, ``from_views``); None where it holds nothing.
+        dst: Where this rank wants it; None where it wants nothing. A rank may have both.
+        strategy: ``"reshard"``, ``"point-to-point"`` or ``"gather-broadcast"``.
+        transport: ``"auto"`` (shared memory between ranks of one host, the group elsewhere), ``"torch_p2p"`` or
+            ``"shm"``.
+        verify: ``"none"``, ``"sum"`` or ``"fingerprint"``: what is compared after every run.
+        staging_nbytes: The most staging memory for a rank; the least of all ranks' limits counts.
+        bucket_nbytes: Nominal bucket size; chosen from the limit if not given.
+        depth: Buckets in flight in each direction.
+        topology: What joins the ranks; one host if not given.
+        timeout: For all ranks to come and agree.
+
+    Raises:
+        ManifestError, LayoutError, CoverageError, ScheduleError: What does not fit, on every rank, before any byte.
+        DigestError: The ranks chose different options.
+        RefitTimeout: A rank did not come; it is named.
+    """
+    options = make_options(
+        strategy=strategy,
+        transport=transport,
+        verify=verify,
+        staging_nbytes=staging_nbytes,
+        bucket_nbytes=bucket_nbytes,
+        depth=depth,
+    )
+    return compile_declared(Group.of(group, timeout), Declared(src, dst, options), topology, Deadline.after(timeout))
+
+
+def compile_declared(group: Group, declared: Declared, topology: Topology | None, deadline: Deadline) -> CompiledRefit:
+    """As ``compile_refit``, from what this rank declared."""
+    agreed = agree(group, declared, deadline)
+    options = agreed.options
+    plan = plan_refit(agreed.src, agreed.dst, topology, strategy=options.strategy)
+    plan.proof()
+    schedule = plan_schedule(
+        plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth
+    )
+    return CompiledRefit(group, agreed, plan, schedule, deadline)
+
+
+__all__ = ["CompiledRefit", "Link", "RunReport", "compile_declared", "compile_refit", "make_options"]

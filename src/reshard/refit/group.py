@@ -1,0 +1,148 @@
+"""Group: what this process keeps for one process group: the control plane, the transports, and their staging memory."""
+
+from __future__ import annotations
+
+import weakref
+from datetime import timedelta
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ConfigError, EnvironmentNotSupported
+from reshard.transports.base import Deadline
+from reshard.transports.meeting import Meeting, store_of
+from reshard.transports.program import Link
+from reshard.transports.shm import ShmTransport
+from reshard.transports.torch_p2p import TorchP2PTransport
+
+if TYPE_CHECKING:
+    from reshard.transports.base import Transport
+
+TransportChoice = Literal["auto", "torch_p2p", "shm"]
+CHOICES: tuple[TransportChoice, ...] = ("auto", "torch_p2p", "shm")
+
+_GROUPS: dict[int, tuple[weakref.ref[dist.ProcessGroup], Group]] = {}
+
+
+class Group:
+    """The state of one process group: made at its first use, by all its ranks, and kept as long as the group.
+
+    Works on any ``torch.distributed.ProcessGroup`` object, registered with torch or not, with or without a default
+    group in the process.
+    """
+
+    def __init__(self, pg: dist.ProcessGroup, timeout: timedelta) -> None:
+        self.pg = pg
+        self.rank = pg.rank()
+        self.size = pg.size()
+        store = store_of(pg)
+        self.meeting = Meeting(store, self.rank, self.size, scope="reshard/meeting", timeout=timeout)
+        self._store = store
+        self._p2p: TorchP2PTransport | None = None
+        self._shm: ShmTransport | None = None
+        self._arenas: dict[int, torch.Tensor] = {}
+        self.caller: object | None = None
+        """The collectives' calls on this group, kept here so that they end with it."""
+        self.generation = 0
+        """Counts how often staging memory was replaced; programs made before must be made again."""
+
+    @classmethod
+    def of(cls, pg: dist.ProcessGroup | None, timeout: timedelta) -> Group:
+        """The state of ``pg``, or of the default group where None is given.
+
+        Raises:
+            ConfigError: There is no group.
+        """
+        if pg is None:
+            if not dist.is_initialized():
+                raise ConfigError(
+                    "No process group was given and this process has no default group. Pass group=, or call "
+                    "torch.distributed.init_process_group first."
+                )
+            pg = dist.group.WORLD
+        if pg is None or pg is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ConfigError("This rank is not a member of the group it passed; only members call.")
+        known = _GROUPS.get(id(pg))
+        if known is not None and known[0]() is pg:
+            return known[1]
+        key = id(pg)
+        group = cls(pg, timeout)
+        _GROUPS[key] = (weakref.ref(pg, lambda _: _GROUPS.pop(key, None)), group)
+        return group
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether weights of this group travel between GPUs."""
+        return self.pg.name() in ("nccl", "custom_nccl") if hasattr(self.pg, "name") else False
+
+    def p2p(self) -> TorchP2PTransport:
+        """The transport over the process group itself."""
+        if self._p2p is None:
+            self._p2p = TorchP2PTransport(self.pg)
+        return self._p2p
+
+    def shm(self, deadline: Deadline) -> ShmTransport:
+        """The transport between ranks of one host; made by all ranks together at its first use."""
+        if self._shm is None:
+            prefixed = dist.PrefixStore("reshard/shm", self._store)
+            timeout = timedelta(seconds=deadline.remaining())
+            self._shm = ShmTransport(prefixed, self.rank, self.size, timeout=timeout)
+        return self._shm
+
+    def links(self, choice: TransportChoice, deadline: Deadline) -> dict[int, Link]:
+        """How each other rank is reached.
+
+        Args:
+            choice: ``"auto"`` takes shared memory where two ranks share a host and the process group elsewhere.
+            deadline: For ranks of one host to find each other.
+
+        Raises:
+            EnvironmentNotSupported: ``"shm"`` was asked for and a rank cannot be reached through it.
+        """
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        if choice == "torch_p2p" or self.is_cuda:
+            return {peer: Link(self.p2p(), peer) for peer in others}
+        shm = self.shm(deadline)
+        unreached = [peer for peer in others if not shm.reaches(peer)]
+        if choice == "shm" and unreached:
+            raise EnvironmentNotSupported(
+                f"Rank {self.rank} cannot reach rank {unreached[0]} through shared memory: "
+                f"{shm.why_not(unreached[0])} Use transport='auto', which takes the process group there.",
+                rank=self.rank,
+                peer=unreached[0],
+            )
+        return {peer: Link(self.p2p() if peer in unreached else shm, peer) for peer in others}
+
+    def shm_reason(self, peer: int) -> str | None:
+        """Why shared memory is not used with ``peer``; None where it is, or where nobody asked for it."""
+        return None if self._shm is None else self._shm.why_not(peer)
+
+    def arena(self, transport: Transport, nbytes: int) -> torch.Tensor | None:
+        """Staging memory of a transport, at least ``nbytes``; the same for all programs, grown when one needs more."""
+        if nbytes == 0:
+            return None
+        have = self._arenas.get(id(transport))
+        if have is None or have.numel() < nbytes:
+            self._arenas[id(transport)] = transport.staging(nbytes)
+            self.generation += have is not None
+        return self._arenas[id(transport)]
+
+    @property
+    def staging_nbytes(self) -> int:
+        """Staging memory that this group holds now."""
+        return sum(arena.numel() for arena in self._arenas.values())
+
+    def abort(self, reason: str) -> None:
+        """End the epoch of both transports, so that peers who wait for this rank are told at once."""
+        for transport in (self._shm, self._p2p):
+            if transport is not None:
+                transport.abort(reason)
+
+    def close(self) -> None:
+        """Give back connections and staging memory; the process group itself is left as it is."""
+        for transport in (self._shm, self._p2p):
+            if transport is not None:
+                transport.close()
+        self._arenas.clear()
+        _GROUPS.pop(id(self.pg), None)

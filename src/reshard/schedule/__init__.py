@@ -1,0 +1,1 @@
+"""In what order and in how much memory: streams, buckets, rounds. Pure."""

@@ -1,0 +1,142 @@
+"""Streams and buckets: what travels together, and in which portions.
+
+All bytes of a plan that take the same edges are one stream. A stream is cut into buckets of a bounded size; a bucket is
+packed once by the sender and goes to every receiver of the stream as it is. The number of buckets follows from the
+stream's size alone, so rounds can be made for all ranks without expanding any string; where a bucket really begins is
+found by each end for itself, at the last row or box that ends within a slack before the nominal place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from reshard.errors import ScheduleError
+from reshard.plan.strings import ByteString
+from reshard.units import format_nbytes
+
+if TYPE_CHECKING:
+    from reshard.plan.plan import Plan
+    from reshard.plan.strings import Item
+
+
+@dataclass(frozen=True, slots=True)
+class BucketSize:
+    """How large buckets are: nominally ``nbytes``, at most ``slot_nbytes``, of which a rank has a few."""
+
+    nbytes: int
+    slack_nbytes: int
+    depth: int
+    """Buckets in flight in each direction."""
+
+    @property
+    def slot_nbytes(self) -> int:
+        return self.nbytes + self.slack_nbytes
+
+    @property
+    def staging_nbytes(self) -> int:
+        """What a rank that both sends and receives needs at most."""
+        return 2 * self.depth * self.slot_nbytes
+
+
+LARGEST_BUCKET = 4 << 20
+"""Above 4 MiB a bucket gains no speed on loopback or shared memory, and only costs staging."""
+
+
+def size_buckets(staging_nbytes: int, bucket_nbytes: int | None = None, depth: int | None = None) -> BucketSize:
+    """Choose bucket size and depth so that a rank's staging stays within a limit.
+
+    Args:
+        staging_nbytes: The limit for a rank, both directions together.
+        bucket_nbytes: The size wanted; the largest useful one that fits if not given.
+        depth: Buckets in flight in each direction; 4, or 2 where little staging was allowed, if not given.
+
+    Raises:
+        ScheduleError: The buckets do not fit into the limit.
+
+    >>> size_buckets(64 << 20).nbytes, size_buckets(1 << 20).staging_nbytes <= 1 << 20
+    (4194304, True)
+    """
+    depth = depth or (4 if staging_nbytes >= 1 << 20 else 2)
+    fits = staging_nbytes // (2 * depth)
+    nbytes = bucket_nbytes or min(LARGEST_BUCKET, _with_slack(fits))
+    size = BucketSize(nbytes, nbytes // 8 if nbytes >= 1024 else 0, depth)
+    if nbytes < 1 or size.staging_nbytes > staging_nbytes:
+        raise ScheduleError(
+            f"{2 * depth} open operations of up to {format_nbytes(max(size.slot_nbytes, 1))} need "
+            f"{format_nbytes(max(size.staging_nbytes, 2 * depth))} of staging; the limit is "
+            f"{format_nbytes(staging_nbytes)}. Raise staging_nbytes, or lower bucket_nbytes to "
+            f"{format_nbytes(_with_slack(fits))} or less.",
+            staging_nbytes=staging_nbytes,
+            bucket_nbytes=nbytes,
+        )
+    return size
+
+
+def _with_slack(slot_nbytes: int) -> int:
+    """The largest bucket whose slot is at most ``slot_nbytes``, in whole 16 bytes where there are so many."""
+    nbytes = slot_nbytes * 8 // 9 if slot_nbytes >= 1152 else slot_nbytes
+    return nbytes // 16 * 16 if nbytes >= 16 else nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Bytes that take the same edges: parts of classes' strings."""
+
+    edges: tuple[tuple[int, int], ...]
+    parts: tuple[tuple[int, int, int], ...]
+    """(class, start, stop)"""
+
+    nbytes: int
+
+    def count(self, size: BucketSize) -> int:
+        """How many buckets the stream is cut into."""
+        return -(-self.nbytes // size.nbytes)
+
+
+def make_streams(plan: Plan) -> tuple[Stream, ...]:
+    """The streams of a plan, by their edges; copies inside a rank are left out."""
+    parts: dict[tuple[tuple[int, int], ...], list[tuple[int, int, int]]] = {}
+    for route in plan.routes:
+        edges = tuple(edge for edge in route.edges if edge[0] != edge[1])
+        if edges:
+            parts.setdefault(edges, []).append((route.route_class, route.start, route.stop))
+    return tuple(Stream(edges, tuple(rows), sum(b - a for _, a, b in rows)) for edges, rows in sorted(parts.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """One portion of a stream: (tensor index, box) end to end, each box in C order of its global coordinates."""
+
+    stream: int
+    index: int
+    items: tuple[Item, ...]
+    nbytes: int
+
+
+def fill_buckets(plan: Plan, stream: int, streams: tuple[Stream, ...], size: BucketSize) -> list[Bucket]:
+    """Expand a stream and cut it into its buckets.
+
+    Raises:
+        ScheduleError: A granule (or an element) is larger than a bucket may be.
+    """
+    this = streams[stream]
+    items = [item for at, lo, hi in this.parts for item in plan.string(at).between(lo, hi)]
+    items.sort(key=lambda item: (item[0], item[1].start))
+    string = ByteString(items, plan.specs)
+    count = this.count(size)
+    edges = [string.floor(k * size.nbytes, size.slack_nbytes) for k in range(count)] + [string.nbytes]
+    buckets = []
+    for k in range(count):
+        lo, hi = edges[k], edges[k + 1]
+        if not 0 < hi - lo <= size.slot_nbytes:
+            tensor, box = string.between(lo, hi)[0] if hi > lo else items[0]
+            spec = plan.specs[tensor]
+            raise ScheduleError(
+                f"{spec.name!r}: bucket {k} would hold {format_nbytes(hi - lo)} of {box}; a bucket holds at most "
+                f"{format_nbytes(size.slot_nbytes)} and no cut may fall inside an element or a granule of "
+                f"{list(spec.granule) or 1}. Raise staging_nbytes.",
+                tensor=spec.name,
+            )
+        buckets.append(Bucket(stream, k, tuple(string.between(lo, hi)), hi - lo))
+    return buckets

@@ -1,0 +1,156 @@
+"""Schedule: a plan with its order in time and its bound on staging memory; a rank's part is a list of operations."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from reshard.schedule.bucket import Bucket, BucketSize, Stream, fill_buckets, make_streams, size_buckets
+from reshard.schedule.rounds import RoundBlock, busiest, colour_rounds
+
+if TYPE_CHECKING:
+    from reshard.plan.plan import Plan
+
+DEFAULT_STAGING_NBYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One bucket that this rank sends to, or receives from, a peer."""
+
+    round: int
+    kind: Literal["send", "recv"]
+    peer: int
+    bucket: Bucket
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Buckets and rounds of a plan, for all ranks; equal on every rank.
+
+    ``size`` says how large buckets are and how many are in flight, which bounds the staging memory of every rank
+    whatever the size of the model.
+    """
+
+    plan: Plan
+    size: BucketSize
+    streams: tuple[Stream, ...]
+    blocks: tuple[RoundBlock, ...]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds there are."""
+        return sum(block.repeat for block in self.blocks)
+
+    @cached_property
+    def pair_buckets(self) -> dict[tuple[int, int], int]:
+        """How many buckets go over each pair."""
+        return _pair_buckets(self.streams, self.size)
+
+    @property
+    def least_rounds(self) -> int:
+        """What no order can beat: the most buckets that one rank sends or receives."""
+        return busiest(self.pair_buckets)
+
+    @property
+    def messages(self) -> int:
+        """Buckets on the wire, all pairs together."""
+        return sum(self.pair_buckets.values())
+
+    def staging_nbytes(self, rank: int) -> int:
+        """The most staging memory that ``rank`` uses."""
+        sends = sum(count for (sender, _), count in self.pair_buckets.items() if sender == rank)
+        receives = sum(count for (_, receiver), count in self.pair_buckets.items() if receiver == rank)
+        return (min(sends, self.size.depth) + min(receives, self.size.depth)) * self.size.slot_nbytes
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 over the plan's digest and the bucket sizes: what ranks compare before any payload byte."""
+        text = f"{self.plan.digest} {self.size}"
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @cached_property
+    def _filled(self) -> dict[int, list[Bucket]]:
+        return {}
+
+    def buckets(self, stream: int) -> list[Bucket]:
+        """The buckets of a stream, expanded."""
+        if stream not in self._filled:
+            self._filled[stream] = fill_buckets(self.plan, stream, self.streams, self.size)
+        return self._filled[stream]
+
+    def pair_sequence(self, sender: int, receiver: int) -> list[Bucket]:
+        """What goes over a pair, in order: by the first tensor of each bucket, so that early tensors land early."""
+        mine = [
+            bucket
+            for at, stream in enumerate(self.streams)
+            if (sender, receiver) in stream.edges
+            for bucket in self.buckets(at)
+        ]
+        return sorted(mine, key=lambda bucket: (bucket.items[0][0], bucket.stream, bucket.index))
+
+    def for_rank(self, rank: int) -> tuple[Operation, ...]:
+        """The operations of ``rank`` by round, at most one send and one receive in each."""
+        waiting: dict[tuple[int, int], list[Bucket]] = {}
+        operations: list[Operation] = []
+        for block in self.blocks:
+            for pair in block.pairs:
+                if rank not in pair:
+                    continue
+                if pair not in waiting:
+                    waiting[pair] = self.pair_sequence(*pair)[::-1]
+                kind: Literal["send", "recv"] = "send" if pair[0] == rank else "recv"
+                peer = pair[1] if kind == "send" else pair[0]
+                for k in range(block.repeat):
+                    operations.append(Operation(block.first + k, kind, peer, waiting[pair].pop()))
+        return tuple(sorted(operations, key=lambda op: (op.round, op.kind)))
+
+    def to_json(self) -> dict[str, Any]:
+        """Numbers for people and tools; a schedule is made anew from its plan, not read back."""
+        return {
+            "digest": self.digest,
+            "plan": self.plan.digest,
+            "bucket_nbytes": self.size.nbytes,
+            "slot_nbytes": self.size.slot_nbytes,
+            "depth": self.size.depth,
+            "streams": len(self.streams),
+            "messages": self.messages,
+            "rounds": self.rounds,
+            "least_rounds": self.least_rounds,
+            "staging_nbytes": max((self.staging_nbytes(rank) for rank in range(self.plan.size)), default=0),
+        }
+
+
+def plan_schedule(
+    plan: Plan,
+    *,
+    staging_nbytes: int = DEFAULT_STAGING_NBYTES,
+    bucket_nbytes: int | None = None,
+    depth: int | None = None,
+) -> Schedule:
+    """Cut a plan's bytes into buckets and put these into rounds.
+
+    Pure: equal arguments give an equal schedule on every rank.
+
+    Args:
+        plan: What is to be moved.
+        staging_nbytes: The most staging memory a rank may use; the least of all ranks' limits.
+        bucket_nbytes: Nominal bucket size; chosen from the limit if not given.
+        depth: Buckets in flight in each direction.
+
+    Raises:
+        ScheduleError: The buckets do not fit into the limit.
+    """
+    size = size_buckets(staging_nbytes, bucket_nbytes, depth)
+    streams = make_streams(plan)
+    return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
+
+
+def _pair_buckets(streams: tuple[Stream, ...], size: BucketSize) -> dict[tuple[int, int], int]:
+    pairs: dict[tuple[int, int], int] = {}
+    for stream in streams:
+        for edge in stream.edges:
+            pairs[edge] = pairs.get(edge, 0) + stream.count(size)
+    return dict(sorted(pairs.items()))

@@ -1,0 +1,228 @@
+"""Meeting: the control plane, where ranks exchange small values over a store before any byte of weights moves.
+
+Everything goes by exact keys, one a rank and call, so that a silent rank can be named, and so that a rank that is late
+or gone harms no connection of the data plane. One exchange costs four round trips to the store::
+
+    set(mine)   wait(everyone's)   get(everyone's)   delete(mine of the call before)
+
+The deletion is safe: that everyone's key of this call is there shows that every rank has finished the call before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import timedelta
+from typing import TYPE_CHECKING, NoReturn
+
+import torch.distributed as dist
+
+from reshard.errors import ConfigError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
+from reshard.transports.base import Deadline
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+_SAID, _FAILED, _EXPIRED = b"+", b"-", b"!"
+_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 1.0
+"""How long one wait at the store lasts before a look at whether some rank has failed; it doubles from first to last."""
+
+
+class Meeting:
+    """The ranks of one group meeting over one store, call after call, in the same order on every rank.
+
+    Args:
+        store: Any torch store that all ranks share; its own timeout does not matter.
+        rank: This rank, counting inside the group.
+        size: Number of ranks.
+        scope: Prefix of all keys; fresh for every meeting on that store, equal on all ranks.
+        timeout: Of an exchange that is given no deadline.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int, *, scope: str, timeout: timedelta) -> None:
+        if not 0 <= rank < size:
+            raise ConfigError(f"Rank {rank} is not one of the {size} ranks of the meeting {scope!r}.")
+        self.rank = rank
+        self.size = size
+        self.scope = scope
+        self.timeout = timeout
+        self._store = store
+        self._calls = 0
+        self._old_keys: list[str] = []
+        self._broken: str | None = None
+
+    def exchange(self, label: str, payload: bytes, deadline: Deadline | None = None) -> list[bytes]:
+        """Give `payload` to every rank and return all ranks' payloads in rank order.
+
+        Raises:
+            PeerError: A rank called `fail` instead; `rank` names it (the lowest, if several did) and `cause` carries
+                its message. The meeting can go on.
+            RefitTimeout: The deadline expired, here or at another rank; `ranks` has all who were silent. The meeting is
+                over, for a rank that was only late too.
+            TransportError: A rank is at another label, or the store was lost. The meeting is over.
+        """
+        deadline = deadline or Deadline.after(self.timeout)
+        call = self._next_call(label)
+        if self.size == 1:
+            return [payload]
+        with self._store_errors(label):
+            self._set(self._key(call, self.rank), _encode(_SAID, label, payload))
+        keys = [self._key(call, rank) for rank in range(self.size)]
+        if not self._await_all(keys, call, label, deadline):
+            self._expire(keys, call, label, deadline)
+        with self._store_errors(label):
+            told = [_decode(value) for value in _get_all(self._store, keys)]
+        self._forget(call)
+        for rank, (status, their_label, value) in enumerate(told):
+            if their_label != label:
+                self._break(
+                    f"Rank {rank} is at {their_label!r} of meeting {self.scope!r}, rank {self.rank} is at {label!r}. "
+                    "Every rank must make the same calls in the same order.",
+                    rank=rank,
+                )
+            if status != _SAID:
+                self._raise_failure(rank, label, status, value)
+        return [value for _, _, value in told]
+
+    def fail(self, label: str, message: str) -> None:
+        """Take part in `exchange(label)` by failing: it then raises `PeerError` with `message` on every other rank."""
+        call = self._next_call(label)
+        if self.size == 1:
+            return
+        with self._store_errors(label):
+            self._say_failed(call, label, _FAILED, message.encode())
+        self._old_keys += [self._key(call, self.rank), self._failure_key(call)]
+
+    def _next_call(self, label: str) -> int:
+        if self._broken is not None:
+            raise TransportError(
+                f"Meeting {self.scope!r} is over and cannot go on to {label!r}: {self._broken} Use a new scope.",
+                rank=self.rank,
+            )
+        self._calls += 1
+        return self._calls
+
+    def _key(self, call: int, rank: int) -> str:
+        return f"{self.scope}/{call}/{rank}"
+
+    def _failure_key(self, call: int) -> str:
+        return f"{self.scope}/{call}/failed"
+
+    def _set(self, key: str, value: bytes) -> None:
+        self._store.set(key, value)  # type: ignore[arg-type] # torch takes bytes too, its stubs do not say so
+
+    def _say_failed(self, call: int, label: str, status: bytes, value: bytes) -> None:
+        """Leave word where ranks look that wait for others, and in the place of this rank's own payload."""
+        self._set(self._failure_key(call), self.rank.to_bytes(4, "big") + _encode(status, label, value))
+        self._set(self._key(call, self.rank), _encode(status, label, value))
+
+    def _raise_failure(self, rank: int, label: str, status: bytes, value: bytes) -> NoReturn:
+        if status == _FAILED:
+            message = value.decode()
+            raise PeerError(f"Rank {rank} failed at {label!r}: {message}", rank=rank, cause=message, label=label)
+        seconds, silent = json.loads(value)
+        self._raise_timeout(rank, label, seconds, silent)
+
+    def _raise_timeout(self, rank: int, label: str, seconds: float, silent: Sequence[int]) -> NoReturn:
+        names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
+        self._broken = f"rank {rank} waited {seconds:g} s at {label!r} for {names} in vain."
+        raise RefitTimeout(
+            f"Rank {rank} waited {seconds:g} s at {label!r} of meeting {self.scope!r} for {names} in vain. "
+            "Look at what was going on there; the next try needs a new scope.",
+            rank=self.rank,
+            peer=silent[0],
+            ranks=tuple(silent),
+        )
+
+    def _await_all(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> bool:
+        """Wait until all keys are there; False at the deadline, `PeerError` once a rank has failed."""
+        look = _FIRST_LOOK_SECONDS
+        while True:
+            seconds = max(0.001, min(look, deadline.remaining()))
+            look = min(2 * look, _LONGEST_LOOK_SECONDS)
+            try:
+                self._store.wait(list(keys), timedelta(seconds=seconds))
+            except RuntimeError:
+                # Not all there yet, or the store is lost; in the second case the next question fails too.
+                with self._store_errors(label):
+                    if self._store.check(list(keys)):
+                        return True
+                    if self._store.check([self._failure_key(call)]):
+                        word = self._store.get(self._failure_key(call))
+                        self._old_keys.append(self._key(call, self.rank))
+                        status, _, value = _decode(word[4:])
+                        self._raise_failure(int.from_bytes(word[:4], "big"), label, status, value)
+                if deadline.expired:
+                    return False
+            else:
+                return True
+
+    def _expire(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> None:
+        """Raise `RefitTimeout` if some rank is silent still, and see to it that no rank thinks that all went well."""
+        with self._store_errors(label):
+            silent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not silent:
+                return
+            self._say_failed(call, label, _EXPIRED, json.dumps([deadline.seconds, silent]).encode())
+        self._raise_timeout(self.rank, label, deadline.seconds, silent)
+
+    def _forget(self, call: int) -> None:
+        """Delete this rank's keys of earlier calls, which nobody needs any more."""
+        old, self._old_keys = self._old_keys, [self._key(call, self.rank)]
+        for key in old:
+            with contextlib.suppress(RuntimeError):  # a store that cannot delete grows; that is all
+                self._store.delete_key(key)
+
+    def _break(self, message: str, rank: int) -> NoReturn:
+        self._broken = message
+        raise TransportError(message, rank=self.rank, peer=rank)
+
+    @contextlib.contextmanager
+    def _store_errors(self, label: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self._broken = f"the store was lost: {error}."
+            raise TransportError(
+                f"Rank {self.rank} lost the store at {label!r} of meeting {self.scope!r}: {error}. "
+                "The process that hosts the store must live as long as the meeting.",
+                rank=self.rank,
+            ) from error
+
+
+def store_of(group: dist.ProcessGroup) -> dist.Store:
+    """Return the store that a process group was made with.
+
+    Raises:
+        EnvironmentNotSupported: This torch does not tell, and the group is not registered.
+    """
+    getter = getattr(group, "get_group_store", None)
+    if getter is not None:
+        with contextlib.suppress(RuntimeError):
+            store: dist.Store | None = getter()
+            if store is not None:
+                return store
+    known = getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", {}).get(group)
+    if known is not None:
+        _, registered = known
+        return registered  # type: ignore[no-any-return]
+    raise EnvironmentNotSupported(
+        f"The store of the process group {group.name()!r} of {group.size()} ranks is not known to this torch. "
+        "Give the store itself, or make the group with torch.distributed.new_group."
+    )
+
+
+def _encode(status: bytes, label: str, payload: bytes) -> bytes:
+    name = label.encode()
+    return status + len(name).to_bytes(2, "big") + name + payload
+
+
+def _decode(value: bytes) -> tuple[bytes, str, bytes]:
+    end = 3 + int.from_bytes(value[1:3], "big")
+    return value[:1], value[3:end].decode(), value[end:]
+
+
+def _get_all(store: dist.Store, keys: Sequence[str]) -> list[bytes]:
+    if getattr(store, "has_extended_api", lambda: False)():
+        return store.multi_get(list(keys))
+    return [store.get(key) for key in keys]

@@ -1,0 +1,530 @@
+"""Program: one rank's part of a schedule, bound to its memory and its transports, compiled once and run many times.
+
+Compiling finds where every box lies, decides which buckets need a staging copy and which slot each uses, and makes
+every view that a copy needs. Running then only posts, waits and copies: no allocation, no lookup by name.
+
+What one rank does in a run::
+
+    tokens to the ranks that read my memory in place      (one-copy links: the source lies in shared memory)
+    copies within this rank
+    in order of rounds:  pack + send  |  wait + unpack    (receives are posted ahead, as many as there are slots)
+    reads from the memory of others, as their tokens come
+    wait until everybody who reads from here is done
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from reshard.errors import BindingError, VerifyError
+from reshard.layouts.box import Box
+from reshard.transports.verify import Verify, box_sum
+from reshard.transports.views import BoundMemory, Region, aligned_word, copy_all, merged_run
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.plan.plan import Plan
+    from reshard.plan.strings import Item
+    from reshard.schedule.bucket import Bucket
+    from reshard.schedule.schedule import Operation, Schedule
+    from reshard.transports.base import Deadline, Ticket, Transport
+
+
+@dataclass(frozen=True)
+class Link:
+    """How this rank reaches one peer: a transport, and the peer's number in it."""
+
+    transport: Transport
+    peer: int
+
+
+Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets and sources, as words of equal shape."""
+
+
+@dataclass
+class _Slot:
+    """A place in staging memory and the tickets that still use it."""
+
+    offset: int
+    holds: tuple[int, int] | None = None
+    tickets: list[tuple[Transport, Ticket]] = field(default_factory=list)
+
+
+@dataclass
+class _Send:
+    peer: int
+    link: Link
+    payload: torch.Tensor
+    slot: int | None
+    pack: Copies | None
+    """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
+
+
+@dataclass
+class _Receive:
+    peer: int
+    link: Link
+    nbytes: int
+    into: torch.Tensor | None
+    slot: int | None
+    regions: list[tuple[Box, int, Region]]
+    """(outer box, its offset in the bucket, where a part of it goes): what unpacking writes."""
+
+    round: int
+    shown: dict[int, Copies] = field(default_factory=dict)
+    """Views for unpacking, by the address at which the transport shows the bytes."""
+
+
+@dataclass
+class _Pull:
+    """Reads from one peer's memory in place."""
+
+    peer: int
+    link: Link
+    copies: Copies
+
+
+@dataclass(frozen=True)
+class StagingNeed:
+    """Bytes of staging that one rank's part of a schedule needs, by what it is for."""
+
+    send_nbytes: int
+    receive_nbytes: int
+
+
+def staging_need(
+    schedule: Schedule,
+    rank: int,
+    links: Mapping[int, Link],
+    *,
+    borrowed: Iterable[int] = (),
+    lent_to: Iterable[int] = (),
+    verify: Verify = "none",
+) -> StagingNeed:
+    """How much staging ``Program`` will want: slots for buckets in flight, and room for the sums of a verification."""
+    size, in_place_from, in_place_to = schedule.size, set(borrowed), set(lent_to)
+    sends = receives = checks = 0
+    for (sender, receiver), count in schedule.pair_buckets.items():
+        if sender == rank and receiver not in in_place_to:
+            sends += count
+        if receiver == rank and sender not in in_place_from and links[sender].transport.lands == "caller":
+            receives += count
+    if verify != "none":
+        plan = schedule.plan
+        for route in plan.routes:
+            items = sum(1 for edge in route.edges if edge[0] == rank and edge[1] != rank)
+            if items:
+                checks += items * (8 * len(plan.route_items(route)) + 16)
+    slot = align(size.slot_nbytes)
+    return StagingNeed(max(min(sends, size.depth) * slot, align(checks)), min(receives, size.depth) * slot)
+
+
+class Program:
+    """The compiled part of one rank; ``run`` carries it out once.
+
+    Args:
+        schedule: The schedule, equal on all ranks.
+        rank: This rank in the plan's numbers.
+        src: Where this rank's source pieces lie.
+        dst: Where its destination pieces lie.
+        links: How each peer is reached.
+        borrowed: For peers whose memory is read in place: where their pieces lie, as seen from here.
+        lent_to: The peers that read this rank's memory in place.
+        send_arena: Staging for packed buckets, uint8; None where nothing is packed.
+        receive_arena: Staging for transports that land bytes in the caller's memory; None where there is none.
+        verify: What is compared after the bytes have landed.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        rank: int,
+        src: BoundMemory,
+        dst: BoundMemory,
+        links: Mapping[int, Link],
+        *,
+        borrowed: Mapping[int, BoundMemory] | None = None,
+        lent_to: Sequence[int] = (),
+        send_arena: torch.Tensor | None = None,
+        receive_arena: torch.Tensor | None = None,
+        verify: Verify = "none",
+    ) -> None:
+        self.schedule = schedule
+        self.plan: Plan = schedule.plan
+        self.rank = rank
+        self._src = src
+        self._dst = dst
+        self._links = links
+        self._lent_to = tuple(lent_to)
+        self._borrowed = dict(borrowed or {})
+        self._send_slots = self._slots(send_arena)
+        self._receive_slots = self._slots(receive_arena)
+        self._send_arena = send_arena
+        self._receive_arena = receive_arena
+        self._verify: Verify = verify
+        operations = [op for op in schedule.for_rank(rank) if self._is_message(op)]
+        self._order: list[_Send | _Receive] = self._compile(operations)
+        self._receives = [op for op in self._order if isinstance(op, _Receive)]
+        self._copies = self._compile_copies()
+        self._pulls = [self._compile_pull(peer) for peer in sorted(self._borrowed)]
+        self._checks = self._compile_checks() if verify != "none" else ([], [])
+        self.sent_nbytes = sum(op.payload.numel() for op in self._order if isinstance(op, _Send))
+        self.received_nbytes = sum(op.nbytes for op in self._receives)
+        self.pulled_nbytes = sum(t.numel() * t.element_size() for pull in self._pulls for t in pull.copies[0])
+        self.local_nbytes = sum(t.numel() * t.element_size() for t in self._copies[0])
+
+    # -- compiling -------------------------------------------------------------------------------------------------
+
+    def _slots(self, arena: torch.Tensor | None) -> list[_Slot]:
+        if arena is None:
+            return []
+        slot = align(self.schedule.size.slot_nbytes)
+        return [_Slot(k * slot) for k in range(arena.numel() // slot)]
+
+    def _is_message(self, op: Operation) -> bool:
+        return op.peer not in (self._lent_to if op.kind == "send" else self._borrowed)
+
+    def _compile(self, operations: Sequence[Operation]) -> list[_Send | _Receive]:
+        order: list[_Send | _Receive] = []
+        used: list[int] = list(range(len(self._send_slots)))  # least recently used first
+        held: dict[int, tuple[int, int]] = {}
+        received = 0
+        for op in operations:
+            link = self._links[op.peer]
+            if op.kind == "send":
+                order.append(self._compile_send(op, link, used, held))
+                continue
+            compiled = self._compile_receive(op, link, received)
+            received += compiled.slot is not None
+            order.append(compiled)
+        return order
+
+    def _compile_send(self, op: Operation, link: Link, used: list[int], held: dict[int, tuple[int, int]]) -> _Send:
+        bucket = op.bucket
+        run = merged_run(self._source_regions(bucket)) if link.transport.sends_from == "anywhere" else None
+        if run is not None:
+            return _Send(op.peer, link, run, None, None)
+        assert self._send_arena is not None
+        key = (bucket.stream, bucket.index)
+        slot = next((at for at, what in held.items() if what == key), None)
+        packed = slot is not None
+        if slot is None:
+            slot = used[0]
+            held[slot] = key
+        used.remove(slot)
+        used.append(slot)
+        offset = self._send_slots[slot].offset
+        payload = self._send_arena[offset : offset + bucket.nbytes]
+        pack = None if packed else self._pack_views(bucket, offset)
+        return _Send(op.peer, link, payload, slot, pack)
+
+    def _source_regions(self, bucket: Bucket) -> list[Region]:
+        """The regions of a bucket in wire order where each item is one region; otherwise they are packed."""
+        found: list[Region] = []
+        for tensor, box in bucket.items:
+            regions = list(self._src.regions(self.plan.specs[tensor].name, box))
+            self._check_found(tensor, box, regions)
+            found.extend(regions if len(regions) == 1 else [])
+        return found if len(found) == len(bucket.items) else _NOT_ONE_RUN
+
+    def _check_found(self, tensor: int, box: Box, regions: Iterable[Region]) -> None:
+        have = sum(region.box.numel for region in regions)
+        if have != box.numel:
+            name = self.plan.specs[tensor].name
+            raise BindingError(
+                f"{name!r}: {self.plan.rank_name(self.rank)} declared that it holds {box}, but only {have} of its "
+                f"{box.numel} elements lie in the memory it gave. The tensors must be those that were declared.",
+                tensor=name,
+                rank=self.rank,
+                box=box,
+            )
+
+    def _pack_views(self, bucket: Bucket, offset: int) -> Copies:
+        assert self._send_arena is not None
+        base = self._send_arena.storage_offset() + offset
+        return _wire_copies(self._placed(bucket, self._src), self._send_arena, base, pack=True)
+
+    def _placed(self, bucket: Bucket, memory: BoundMemory) -> list[tuple[Box, int, Region]]:
+        """(item's box, its offset in the bucket, region) for what of the bucket lies in ``memory``."""
+        placed, at = [], 0
+        for tensor, box in bucket.items:
+            spec = self.plan.specs[tensor]
+            placed.extend((box, at, region) for region in memory.regions(spec.name, box))
+            at += box.numel * spec.itemsize
+        return placed
+
+    def _compile_receive(self, op: Operation, link: Link, number: int) -> _Receive:
+        bucket = op.bucket
+        placed = self._placed(bucket, self._dst)
+        receive = _Receive(op.peer, link, bucket.nbytes, None, None, placed, op.round)
+        complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
+        run = merged_run([region for _, _, region in placed]) if complete else None
+        if run is not None:
+            receive.into, receive.regions = run, []
+        elif link.transport.lands == "caller":
+            assert self._receive_arena is not None
+            receive.slot = number % len(self._receive_slots)
+            offset = self._receive_slots[receive.slot].offset
+            receive.into = self._receive_arena[offset : offset + bucket.nbytes]
+        return receive
+
+    def _compile_copies(self) -> Copies:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for route in self.plan.routes:
+            if (self.rank, self.rank) in route.edges:
+                for tensor, box in self.plan.route_items(route):
+                    self._pair_up(tensor, box, self._src, targets, sources)
+        return targets, sources
+
+    def _compile_pull(self, peer: int) -> _Pull:
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for tensor, box in self._edge_items(peer, self.rank):
+            self._pair_up(tensor, box, self._borrowed[peer], targets, sources)
+        return _Pull(peer, self._links[peer], (targets, sources))
+
+    def _edge_items(self, sender: int, receiver: int) -> list[Item]:
+        """Everything that goes over an edge, whole boxes where buckets would have cut them."""
+        items = [
+            item
+            for route in self.plan.routes
+            if (sender, receiver) in route.edges and sender != receiver
+            for item in self.plan.route_items(route)
+        ]
+        return sorted(items, key=lambda item: (item[0], item[1].start))
+
+    def _pair_up(
+        self, tensor: int, box: Box, source: BoundMemory, targets: list[torch.Tensor], sources: list[torch.Tensor]
+    ) -> None:
+        """Add the copies that bring ``box`` from a source memory of this machine into this rank's destination."""
+        name = self.plan.specs[tensor].name
+        self._check_found(tensor, box, source.regions(name, box))
+        for want, have in _common_regions(name, box, self._dst, source):
+            target, origin = _same_shape(want, have)
+            if target.data_ptr() != origin.data_ptr() or target.stride() != origin.stride():
+                targets.append(target)
+                sources.append(origin)
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def run(self, deadline: Deadline) -> None:
+        """Move the bytes once.
+
+        Raises:
+            RefitTimeout: The deadline expired; names the peer that was waited for.
+            TransportError: A peer was lost.
+            VerifyError: Landed bytes differ from those sent; names tensor, box and peer.
+        """
+        lent = self._grant()
+        copy_all(*self._copies)
+        self._move(deadline)
+        self._pull(deadline)
+        for transport, ticket in lent:
+            transport.wait(ticket, deadline)
+        for transport in {id(link.transport): link.transport for link in self._links.values()}.values():
+            transport.settle(deadline)
+        if self._verify != "none":
+            self._compare(deadline)
+
+    def _grant(self) -> list[tuple[Transport, Ticket]]:
+        """Tell every reader that this rank's weights may be read now."""
+        posted = []
+        for peer in self._lent_to:
+            link = self._links[peer]
+            posted.append((link.transport, link.transport.post_send(link.peer, _empty())))
+        return posted
+
+    def _pull(self, deadline: Deadline) -> None:
+        tickets = [(pull, pull.link.transport.post_recv(pull.link.peer, 0)) for pull in self._pulls]
+        for pull, ticket in tickets:
+            pull.link.transport.wait(ticket, deadline)
+            copy_all(*pull.copies)
+            pull.link.transport.release(ticket)
+
+    def _move(self, deadline: Deadline) -> None:
+        """Carry out sends and receives in the order of rounds, with receives posted ahead."""
+        ahead = max(1, self.schedule.size.depth)
+        tickets: dict[int, Ticket] = {}
+        posted = done = 0
+        open_sends: list[tuple[Transport, Ticket]] = []
+        for op in self._order:
+            while posted < len(self._receives) and posted < done + ahead:
+                receive = self._receives[posted]
+                tickets[posted] = receive.link.transport.post_recv(receive.link.peer, receive.nbytes, receive.into)
+                posted += 1
+            if isinstance(op, _Send):
+                open_sends.append(self._send(op, deadline))
+            else:
+                self._finish(op, tickets.pop(done), deadline)
+                done += 1
+        for transport, ticket in open_sends:
+            transport.wait(ticket, deadline)
+        for slot in self._send_slots:
+            slot.tickets.clear()
+
+    def _send(self, op: _Send, deadline: Deadline) -> tuple[Transport, Ticket]:
+        transport = op.link.transport
+        if op.slot is not None:
+            slot = self._send_slots[op.slot]
+            if op.pack is not None:
+                for earlier, ticket in slot.tickets:
+                    earlier.wait(ticket, deadline)
+                slot.tickets.clear()
+                copy_all(*op.pack)
+        posted = (transport, transport.post_send(op.link.peer, op.payload))
+        if op.slot is not None:
+            self._send_slots[op.slot].tickets.append(posted)
+        return posted
+
+    def _finish(self, op: _Receive, ticket: Ticket, deadline: Deadline) -> None:
+        transport = op.link.transport
+        shown = transport.wait(ticket, deadline)
+        if op.regions:
+            assert shown is not None
+            at = shown.data_ptr()
+            if at not in op.shown:
+                op.shown[at] = _wire_copies(op.regions, shown, shown.storage_offset(), pack=False)
+            copy_all(*op.shown[at])
+        transport.release(ticket)
+
+    # -- verifying -------------------------------------------------------------------------------------------------
+
+    def _compile_checks(self) -> tuple[list[tuple[int, list[Item]]], list[tuple[int, list[Item]]]]:
+        """(peer, items) that this rank sent, and those that it received and keeps."""
+        peers = sorted({peer for route in self.plan.routes for edge in route.edges if self.rank in edge for peer in edge})
+        sent, received = [], []
+        for peer in peers:
+            if peer != self.rank:
+                sent.append((peer, self._edge_items(self.rank, peer)))
+                received.append((peer, self._edge_items(peer, self.rank)))
+        return [row for row in sent if row[1]], [row for row in received if row[1]]
+
+    def _compare(self, deadline: Deadline) -> None:
+        """Exchange sums over every item: the sender's of its own memory, the receiver's of what has landed."""
+        sent, received = self._checks
+        inbox = []
+        for peer, items in received:
+            link = self._links[peer]
+            buffer = torch.empty(8 * len(items), dtype=torch.uint8, device=self._device())
+            inbox.append((peer, items, buffer, link, link.transport.post_recv(link.peer, buffer.numel(), buffer)))
+        outbox = []
+        staged = 0
+        for peer, items in sent:
+            link = self._links[peer]
+            payload = self._sums(items, self._src).view(torch.uint8)
+            if link.transport.sends_from == "staging":
+                assert self._send_arena is not None
+                payload = self._send_arena[staged : staged + payload.numel()].copy_(payload)
+                staged += align(payload.numel())
+            outbox.append((link.transport, link.transport.post_send(link.peer, payload)))
+        faults = []
+        for peer, items, buffer, link, ticket in inbox:
+            link.transport.wait(ticket, deadline)
+            link.transport.release(ticket)
+            faults += self._differences(peer, items, buffer.view(torch.int64))
+        for transport, ticket in outbox:
+            transport.wait(ticket, deadline)
+        if faults:
+            raise VerifyError("\n".join(faults[:20]), rank=self.rank, faults=tuple(faults))
+
+    def _device(self) -> torch.device:
+        arena = self._send_arena if self._send_arena is not None else self._receive_arena
+        return arena.device if arena is not None else torch.device("cpu")
+
+    def _sums(self, items: Sequence[Item], memory: BoundMemory) -> torch.Tensor:
+        sums = torch.zeros(len(items), dtype=torch.int64, device=self._device())
+        for at, (tensor, box) in enumerate(items):
+            spec = self.plan.specs[tensor]
+            regions = list(memory.regions(spec.name, box))
+            if regions:
+                sums[at] = box_sum(box, spec, regions, self._verify)
+        return sums
+
+    def _differences(self, peer: int, items: Sequence[Item], theirs: torch.Tensor) -> list[str]:
+        ours = self._sums(items, self._dst)
+        faults = []
+        for at in torch.nonzero(ours != theirs).flatten().tolist():
+            tensor, box = items[at]
+            spec = self.plan.specs[tensor]
+            kept = sum(region.box.numel for region in self._dst.regions(spec.name, box))
+            if kept == box.numel:  # what is not kept (a whole tensor sent to all) is not compared
+                faults.append(
+                    f"{spec.name!r}: {box} from {self.plan.rank_name(peer)} to {self.plan.rank_name(self.rank)} does "
+                    f"not hold the bytes that were sent ({self._verify} differs). The destination is torn: refit again."
+                )
+        return faults
+
+
+_NOT_ONE_RUN: list[Region] = []
+
+
+def align(nbytes: int) -> int:
+    """Round a slot's size up so that the next slot begins at a multiple of 16 bytes."""
+    return -(-nbytes // 16) * 16
+
+
+def _empty() -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8)
+
+
+def _wire_copies(
+    placed: Sequence[tuple[Box, int, Region]], wire: torch.Tensor, base: int, *, pack: bool
+) -> Copies:
+    """Copies between regions and a bucket that begins at byte ``base`` of the wire memory's storage."""
+    storage = wire.untyped_storage()
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for outer, offset, region in placed:
+        local, remote = region.pair(outer, storage, base + offset)
+        targets.append(remote if pack else local)
+        sources.append(local if pack else remote)
+    return targets, sources
+
+
+def _common_regions(name: str, box: Box, a: BoundMemory, b: BoundMemory) -> Iterator[tuple[Region, Region]]:
+    """Regions of two memories that hold the same boxes and together what both hold of ``box``."""
+    for mine in a.regions(name, box):
+        for theirs in b.regions(name, mine.box):
+            if theirs.box == mine.box:
+                yield mine, theirs
+            else:
+                yield from _common_regions(name, theirs.box, a, b)
+
+
+def _same_shape(want: Region, have: Region) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views of two regions of one box as words of equal size and shape."""
+    word = min(aligned_word(want.itemsize, want.offset_nbytes), aligned_word(have.itemsize, have.offset_nbytes))
+    a, b = want.words(word), have.words(word)
+    if a.shape == b.shape:
+        return a, b
+    return _refined(a, b)
+
+
+def _refined(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Split dims of both views until their shapes agree: each shape is a refinement of the same box.
+
+    Raises:
+        BindingError: The two shapes cut one dim in ways that no common grid refines.
+    """
+    a, b = a.squeeze(), b.squeeze()
+    left, right = list(a.shape), list(b.shape)
+    shape: list[int] = []
+    while left or right:
+        step = min(left[-1], right[-1])
+        if left[-1] % step or right[-1] % step:
+            raise BindingError(
+                f"Views of shape {tuple(a.shape)} and {tuple(b.shape)} interleave one box in ways that have no "
+                f"common grid. Describe one of them by more pieces."
+            )
+        shape.insert(0, step)
+        for sizes in (left, right):
+            sizes[-1] //= step
+            if sizes[-1] == 1:
+                sizes.pop()
+    return a.view(shape), b.view(shape)

@@ -1,0 +1,52 @@
+"""The transport over a torch process group keeps every promise on gloo, between threads and between processes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from reshard.errors import ConfigError
+from reshard.testing.processes import threads
+from reshard.testing.transport_suite import ProcessTransportSuite, TransportSuite, in_processes, in_threads
+from reshard.transports.torch_p2p import TorchP2PTransport
+
+
+def make_gloo(context):
+    return TorchP2PTransport(context.process_group("p2p"))
+
+
+class TestGlooBetweenThreads(TransportSuite):
+    sees_sizes = False
+
+    @pytest.fixture
+    def world(self):
+        return in_threads(make_gloo)
+
+
+class TestGlooBetweenProcesses(ProcessTransportSuite):
+    sees_sizes = False
+
+    @pytest.fixture
+    def world(self, pool):
+        return in_processes(pool, make_gloo)
+
+
+def test_a_receive_without_memory_is_refused():
+    def scenario(context):
+        with make_gloo(context) as transport, pytest.raises(ConfigError, match="needs .into."):
+            transport.post_recv(1 - context.rank, 5)
+
+    threads(2, scenario)
+
+
+def test_closing_leaves_the_group_to_the_caller():
+    def scenario(context):
+        group = context.process_group("mine")
+        TorchP2PTransport(group).close()
+        sent, got = torch.tensor([context.rank]), torch.tensor([7])
+        works = [group.send([sent], 1 - context.rank, 0), group.recv([got], 1 - context.rank, 0)]
+        for work in works:
+            work.wait()
+        return int(got)
+
+    assert threads(2, scenario) == [1, 0]
