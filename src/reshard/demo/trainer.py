@@ -101,6 +101,12 @@ class Trainer:
             assert isinstance(parameter, DTensor), name
             yield name, parameter
 
+    def tensors(self) -> dict[str, DTensor]:
+        """Every tensor by its names, a tied one under both."""
+        tensors = self.model.state_dict()
+        assert all(isinstance(tensor, DTensor) for tensor in tensors.values())
+        return tensors
+
     @property
     def numel(self) -> int:
         """Elements of all parameters of the model, a tied one counted once."""

@@ -1,14 +1,14 @@
 """Layout: shape, dtype, mesh and placement of one tensor -> the boxes of every rank.
 
 From torch's placements (one entry a mesh axis) to ours (one entry a tensor dim): a ``_StridedShard`` with split factor
-f says "I was cut after axes whose sizes multiply to f", so the order in which the axes cut can be decoded. When sizes do
-not divide, torch has two answers for the same placements (its own arithmetic, and what FSDP2 really holds);
-``candidates_from_placements`` gives both, and what all ranks really hold decides (see ``agree_on_layout``).
+f says "I was cut after axes whose sizes multiply to f", so the order in which the axes cut can be decoded. When sizes
+do not divide, torch has two answers for the same placements (its own arithmetic, and what FSDP2 really holds);
+``candidates_from_placements`` gives both, and what all ranks really hold decides (``manifest.merge``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
 from math import prod
@@ -320,9 +320,7 @@ def mesh_from_device_mesh(device_mesh: Any) -> Mesh:
     return Mesh(zip(names, shape, strict=True), (int(r) for r in grid.flatten().tolist()))
 
 
-def _parse_placements(
-    placements: Sequence[object], mesh: Mesh, dims: int, name: str
-) -> list[tuple[int, int] | None]:
+def _parse_placements(placements: Sequence[object], mesh: Mesh, dims: int, name: str) -> list[tuple[int, int] | None]:
     """Per mesh axis None (replicate) or (tensor dim, split factor; 1 for a plain shard)."""
     if len(placements) != len(mesh.axes):
         raise LayoutError(
@@ -384,17 +382,9 @@ def _decode_order(mesh: Mesh, parsed: Sequence[tuple[int, int] | None], dims: in
     return tuple(order)
 
 
-def renumber(layout: Layout, to: Mapping[int, int]) -> Layout:
-    """The layout with every rank r of its mesh called ``to[r]``."""
-    return layout.with_mesh(replace_ranks(layout.mesh, to))
-
-
 def replace_ranks(mesh: Mesh, to: Mapping[int, int]) -> Mesh:
     """The mesh with every rank r called ``to[r]``; LayoutError names a rank that has no new number."""
     missing = [r for r in mesh.ranks if r not in to]
     if missing:
         raise LayoutError(f"Mesh rank {missing[0]} is not a rank of this world ({sorted(to)}).", rank=missing[0])
     return Mesh(mesh.axes, (to[r] for r in mesh.ranks))
-
-
-__all__ = ["Layout", "Shard", "mesh_from_device_mesh", "renumber", "replace", "replace_ranks"]

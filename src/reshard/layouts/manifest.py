@@ -18,12 +18,13 @@ from reshard.layouts.binding import Binding
 from reshard.layouts.box import Box
 from reshard.layouts.dtype import dtype_name
 from reshard.layouts.layout import Layout, replace_ranks, rule_from_json, rule_to_json
-from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
-from reshard.layouts.placement import Split, Steps
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+    from reshard.layouts.mesh import Mesh
+    from reshard.layouts.placement import Split, Steps
 
 HERE = -1
 """Stands for the rank that publishes a manifest, until ``merge`` gives it its number."""
@@ -90,9 +91,7 @@ Holding = Rule | Pieces
 
 def _holding_from_json(data: Mapping[str, Any]) -> Holding:
     if "pieces" in data:
-        return Pieces(
-            tuple((rank, tuple(Box(tuple(a), tuple(b)) for a, b in boxes)) for rank, boxes in data["pieces"])
-        )
+        return Pieces(tuple((rank, tuple(Box(tuple(a), tuple(b)) for a, b in boxes)) for rank, boxes in data["pieces"]))
     return Rule(*rule_from_json(data))
 
 
@@ -232,7 +231,7 @@ class Manifest:
             if specs.setdefault(name, spec) != spec:
                 raise ManifestError(
                     f"{name!r} is declared as {specs[name].dtype}{list(specs[name].shape)} and as "
-                    f"{spec.dtype}{list(spec.shape)} on one rank. One name is one tensor: use its global shape each time."
+                    f"{spec.dtype}{list(spec.shape)} on one rank. One name is one tensor: give its global shape."
                 )
             boxes.setdefault(name, [])
             if 0 in tuple(view.shape):

@@ -32,9 +32,7 @@ class Mesh:
     axes: tuple[tuple[str, int], ...]
     ranks: tuple[int, ...]
 
-    def __init__(
-        self, axes: Mapping[str, int] | Iterable[tuple[str, int]], ranks: Iterable[int] | None = None
-    ) -> None:
+    def __init__(self, axes: Mapping[str, int] | Iterable[tuple[str, int]], ranks: Iterable[int] | None = None) -> None:
         pairs = tuple(axes.items()) if isinstance(axes, Mapping) else tuple((name, size) for name, size in axes)
         size = prod(n for _, n in pairs)
         listed = tuple(range(size)) if ranks is None else tuple(int(r) for r in ranks)

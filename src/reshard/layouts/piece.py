@@ -6,10 +6,13 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import TYPE_CHECKING
 
 from reshard.errors import LayoutError
-from reshard.layouts.box import Box
 from reshard.layouts.dtype import ITEMSIZE, dtype_name
+
+if TYPE_CHECKING:
+    from reshard.layouts.box import Box
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 Split = Literal["even", "ceil", "balanced"]
-"""``even`` must divide; ``ceil`` as torch.chunk (the last may be short or empty); ``balanced`` (the first get one more)."""
+"""``even`` must divide; ``ceil`` as torch.chunk (the last may be short or empty); ``balanced``: first ones get more."""
 
 SPLITS: tuple[Split, ...] = ("even", "ceil", "balanced")
 Interval = tuple[int, int]
@@ -104,5 +104,7 @@ def normalize_steps(entry: object) -> Steps:
     steps = tuple(entry) if isinstance(entry, (tuple, list)) else (entry,)
     for step in steps:
         if not isinstance(step, (str, Strided)):
-            raise LayoutError(f"{step!r} is not a step of a placement. Use an axis name, Strided(axis, factor) or None.")
+            raise LayoutError(
+                f"{step!r} is not a step of a placement. Use an axis name, Strided(axis, factor) or None."
+            )
     return steps

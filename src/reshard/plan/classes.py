@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
-from reshard.layouts.box import Box
 from reshard.plan.cells import Cell, Claim, find_cells, mask_of, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from reshard.layouts.box import Box
     from reshard.layouts.manifest import Holding
     from reshard.layouts.piece import TensorSpec
 

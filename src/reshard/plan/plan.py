@@ -11,7 +11,7 @@ import hashlib
 import json
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ManifestError, PlanError
 from reshard.layouts.layout import Layout
@@ -170,8 +170,9 @@ class Plan:
         """A few lines for people."""
         pairs = self._pair_nbytes
         sent, received = self.sent_nbytes(), self.received_nbytes()
+        model_nbytes = sum(spec.nbytes for spec in self.specs)
         lines = [
-            f"{self.strategy}: {len(self.specs)} tensors, {format_nbytes(sum(s.nbytes for s in self.specs))} in one copy",
+            f"{self.strategy}: {len(self.specs)} tensors, {format_nbytes(model_nbytes)} in one copy",
             f"  on the wire {format_nbytes(self.wire_nbytes)} over {len(pairs)} pairs, "
             f"within ranks {format_nbytes(self.local_nbytes)}, wanted {format_nbytes(self.needed_nbytes)}",
             f"  {len(self.patterns)} patterns, {len(self.classes)} route classes, {len(self.routes)} routes",
@@ -204,7 +205,9 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What ``rank`` (in the plan's numbers) sends, receives and copies to itself."""
-        sends, receives, copies = [], [], []
+        sends: list[tuple[int, int, Box]] = []
+        receives: list[tuple[int, int, Box]] = []
+        copies: list[Item] = []
         for route in self.routes:
             mine = [edge for edge in route.edges if rank in edge]
             if not mine:
@@ -329,7 +332,7 @@ def plan_refit(
         src=source,
         dst=tuple(destinations),
         topology=topology or ONE_HOST,
-        strategy=cast("Strategy", strategy),
+        strategy=strategy,
         cut_nbytes=least,
         worlds=worlds,
         specs=specs,

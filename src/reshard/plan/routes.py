@@ -66,9 +66,9 @@ def choose_routes(
         {holders: sum(classes[at].nbytes * len(to) for at, to in members) for holders, members in groups.items()}
     )
     for holders, members in groups.items():
-        for at, start, stop, sender, receivers in _deal(classes, patterns, specs, members, shares[holders], cut_nbytes):
+        for at, start, stop, sender, to in _deal(classes, patterns, specs, members, shares[holders], cut_nbytes):
             rule: Rule = "direct" if classes[at].audience == classes[at].needers else "whole"
-            edges = tuple((holders[sender], receiver) for receiver in receivers)
+            edges = tuple((holders[sender], receiver) for receiver in to)
             routes.append(Route(at, start, stop, edges, rule))
     return tuple(sorted(routes))
 

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from reshard.errors import BindingError, DigestError, LayoutError, ManifestError, PeerError, ReshardError
-from reshard.layouts.box import Box
-from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces, merge
 from reshard.layouts.piece import Piece
 from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
+    import torch
+
+    from reshard.layouts.box import Box
+    from reshard.layouts.layout import Layout
     from reshard.refit.group import Group
     from reshard.transports.base import Deadline
 
@@ -252,9 +251,9 @@ def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
                 break
             if bound.binding.may_overlap(other.binding):
                 raise BindingError(
-                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} lie in the same "
-                    f"memory of this rank, so one would overwrite the other. Give each its own memory; two names for "
-                    f"one whole tensor are fine if both have the same boxes.",
+                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} share memory of "
+                    f"this rank, so one would overwrite the other. Give each its own memory; two names for one whole "
+                    f"tensor are fine if both have the same boxes.",
                     tensors=(bound.piece.name, other.piece.name),
                 )
 
@@ -268,7 +267,7 @@ def _check_replicas(group: Group, src: Manifest, pieces: Sequence[BoundPiece], d
     Raises:
         ManifestError: Names the tensor and the ranks; equal on every rank.
     """
-    shared = {name: box for name, box in _published_twice(src)}
+    shared = dict(_published_twice(src))
     sums: dict[str, str] = {}
     for bound in pieces:
         key = f"{bound.piece.name} {bound.piece.box}"

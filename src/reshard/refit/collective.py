@@ -6,10 +6,8 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +23,8 @@ from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+    from datetime import timedelta
 
     import torch.distributed as dist
 
@@ -136,9 +135,7 @@ def reshard(
     def call() -> RunReport:
         started, deadline = time.perf_counter(), Deadline.after(timeout)
         with or_tell_peers(state, "call"):
-            options = make_options(
-                strategy=strategy, transport=transport, verify=verify, staging_nbytes=staging_nbytes
-            )
+            options = make_options(strategy=strategy, transport=transport, verify=verify, staging_nbytes=staging_nbytes)
             declared = Declared(
                 _side(src, src_layout, state.rank, "source"), _side(dst, dst_layout, state.rank, "destination"), options
             )
@@ -249,9 +246,7 @@ def _side(tensor: torch.Tensor | None, layout: Layout | None, rank: int, side: s
 
 def _signature(declared: Declared) -> bytes:
     """What must be equal for an earlier plan to serve again; private memory may differ, it is bound anew."""
-    sides = []
-    for manifest in (declared.src, declared.dst):
-        sides.append(None if manifest is None else [manifest.to_json(), manifest.here])
+    sides = [None if m is None else [m.to_json(), m.here] for m in (declared.src, declared.dst)]
     memory = [
         [_memory_facts(bound.view) for bound in manifest.local] if manifest is not None else None
         for manifest in (declared.src, declared.dst)
@@ -366,9 +361,7 @@ def _layout_from_shapes(known: dict[int, dict[str, Any]], mesh: Mesh, side: str)
     dims = len(shapes[0])
     probe = Layout.from_placements((0,) * dims, known[mesh.ranks[0]]["dtype"], mesh, placements, name=NAME)
     shape = tuple(_global_size(dim, probe, mesh, shapes) for dim in range(dims))
-    candidates = Layout.candidates_from_placements(
-        shape, known[mesh.ranks[0]]["dtype"], mesh, placements, name=NAME
-    )
+    candidates = Layout.candidates_from_placements(shape, known[mesh.ranks[0]]["dtype"], mesh, placements, name=NAME)
     for layout in candidates:
         if all(list(layout.local_shape(r)) == known[r]["shape"] for r in mesh.ranks):
             return layout
@@ -385,7 +378,7 @@ def _global_size(dim: int, layout: Layout, mesh: Mesh, shapes: Sequence[Sequence
     splitting = {step if isinstance(step, str) else step.axis for step in layout.placement[dim]}
     total = 0
     for position in range(mesh.size):
-        place = mesh.place(position)
-        if all(index == 0 or axis in splitting for axis, index in zip(mesh.names, place, strict=True)):
+        place = zip(mesh.names, mesh.place(position), strict=True)
+        if all(index == 0 or axis in splitting for axis, index in place):
             total += shapes[position][dim]
     return total

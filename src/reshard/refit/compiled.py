@@ -18,7 +18,7 @@ from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 from reshard.refit.agreement import Agreed, Declared, Options, agree, or_tell_peers
 from reshard.refit.group import CHOICES, Group
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES, Schedule, plan_schedule
-from reshard.transports.base import Deadline, Loan, Transport
+from reshard.transports.base import Deadline, Loan
 from reshard.transports.program import Link, Program, staging_need
 from reshard.transports.verify import VERIFY
 from reshard.transports.views import BoundMemory
@@ -80,7 +80,9 @@ class CompiledRefit:
         self._bound_to = tuple(bound.binding for bound in (*agreed.src_pieces, *agreed.dst_pieces))
         with or_tell_peers(group, "memory"):
             self._sources = self._snapshot(agreed)
-            self._links = group.links(agreed.options.transport, deadline)  # type: ignore[arg-type]
+            self._device = _device_of((*agreed.src_pieces, *agreed.dst_pieces))
+            self._p2p = group.p2p(self._device)
+            self._links = group.links(agreed.options.transport, self._device, deadline)
             offer = self._offer()
         told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
         self._check_digests(told)
@@ -126,6 +128,8 @@ class CompiledRefit:
             return None, "no rank shares memory with it"
         if not self._sources:
             return None, "it has no source tensor"
+        if self.plan.strategy == "gather-broadcast":
+            return None, "whole tensors are landed first and cut afterwards"
         if self._snapshots:
             return None, "its source and destination share memory"
         private = next((b for b in self._sources if not b.view.is_shared()), None)
@@ -172,7 +176,7 @@ class CompiledRefit:
             loan = Loan.from_json(loan_json)
             memory = self._links[sender].transport.borrow(self._links[sender].peer, loan)
             view = torch.empty(0, dtype=getattr(torch, dtype)).set_(
-                memory.untyped_storage(),  # type: ignore[call-overload]
+                memory.untyped_storage(),
                 loan.offset_nbytes // getattr(torch, dtype).itemsize,
                 tuple(shape),
                 tuple(strides),
@@ -201,12 +205,11 @@ class CompiledRefit:
             verify=verify,  # type: ignore[arg-type]
         )
         shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
-        send_from: Transport = shared[0] if shared else group.p2p()
         if shared:
-            send_arena = group.arena(send_from, need.send_nbytes)
-            receive_arena = group.arena(group.p2p(), need.receive_nbytes) if need.receive_nbytes else None
+            send_arena = group.arena(shared[0], need.send_nbytes)
+            receive_arena = group.arena(self._p2p, need.receive_nbytes)
         else:
-            both = group.arena(send_from, need.send_nbytes + need.receive_nbytes)
+            both = group.arena(self._p2p, need.send_nbytes + need.receive_nbytes)
             send_arena = None if both is None else both[: need.send_nbytes]
             receive_arena = None if both is None else both[need.send_nbytes :][: need.receive_nbytes]
         self._generation = group.generation
@@ -220,6 +223,7 @@ class CompiledRefit:
             lent_to=lent_to,
             send_arena=send_arena,
             receive_arena=receive_arena,
+            device=self._device,
             verify=verify,  # type: ignore[arg-type]
         )
 
@@ -328,6 +332,23 @@ TORN = (
     "The destination's tensors may hold a mix of old and new weights until a refit completes. The process group has "
     "lost a member: build a new one, then refit again."
 )
+
+
+def _device_of(pieces: Sequence[BoundPiece]) -> torch.device:
+    """Where this rank's weights lie.
+
+    Raises:
+        BindingError: On more than one device.
+    """
+    devices = {bound.view.device: bound.piece.name for bound in pieces}
+    if len(devices) > 1:
+        (a, name), (b, other) = list(devices.items())[:2]
+        raise BindingError(
+            f"{name!r} lies on {a} and {other!r} on {b}; the tensors of one rank lie on one device. Move them, or "
+            f"refit those of each device on their own.",
+            tensors=(name, other),
+        )
+    return next(iter(devices), torch.device("cpu"))
 
 
 def _clash(source: BoundPiece, destination: BoundPiece) -> bool:

@@ -10,14 +10,13 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ConfigError, EnvironmentNotSupported
-from reshard.transports.base import Deadline
 from reshard.transports.meeting import Meeting, store_of
 from reshard.transports.program import Link
 from reshard.transports.shm import ShmTransport
 from reshard.transports.torch_p2p import TorchP2PTransport
 
 if TYPE_CHECKING:
-    from reshard.transports.base import Transport
+    from reshard.transports.base import Deadline, Transport
 
 TransportChoice = Literal["auto", "torch_p2p", "shm"]
 CHOICES: tuple[TransportChoice, ...] = ("auto", "torch_p2p", "shm")
@@ -39,7 +38,7 @@ class Group:
         store = store_of(pg)
         self.meeting = Meeting(store, self.rank, self.size, scope="reshard/meeting", timeout=timeout)
         self._store = store
-        self._p2p: TorchP2PTransport | None = None
+        self._p2p: dict[torch.device, TorchP2PTransport] = {}
         self._shm: ShmTransport | None = None
         self._arenas: dict[int, torch.Tensor] = {}
         self.caller: object | None = None
@@ -61,7 +60,7 @@ class Group:
                     "torch.distributed.init_process_group first."
                 )
             pg = dist.group.WORLD
-        if pg is None or pg is dist.GroupMember.NON_GROUP_MEMBER:
+        if not isinstance(pg, dist.ProcessGroup):
             raise ConfigError("This rank is not a member of the group it passed; only members call.")
         known = _GROUPS.get(id(pg))
         if known is not None and known[0]() is pg:
@@ -71,16 +70,11 @@ class Group:
         _GROUPS[key] = (weakref.ref(pg, lambda _: _GROUPS.pop(key, None)), group)
         return group
 
-    @property
-    def is_cuda(self) -> bool:
-        """Whether weights of this group travel between GPUs."""
-        return self.pg.name() in ("nccl", "custom_nccl") if hasattr(self.pg, "name") else False
-
-    def p2p(self) -> TorchP2PTransport:
-        """The transport over the process group itself."""
-        if self._p2p is None:
-            self._p2p = TorchP2PTransport(self.pg)
-        return self._p2p
+    def p2p(self, device: torch.device) -> TorchP2PTransport:
+        """The transport over the process group itself, for weights on ``device``."""
+        if device not in self._p2p:
+            self._p2p[device] = TorchP2PTransport(self.pg, device=device)
+        return self._p2p[device]
 
     def shm(self, deadline: Deadline) -> ShmTransport:
         """The transport between ranks of one host; made by all ranks together at its first use."""
@@ -90,19 +84,21 @@ class Group:
             self._shm = ShmTransport(prefixed, self.rank, self.size, timeout=timeout)
         return self._shm
 
-    def links(self, choice: TransportChoice, deadline: Deadline) -> dict[int, Link]:
+    def links(self, choice: str, device: torch.device, deadline: Deadline) -> dict[int, Link]:
         """How each other rank is reached.
 
         Args:
             choice: ``"auto"`` takes shared memory where two ranks share a host and the process group elsewhere.
+            device: Where this rank's weights lie; those on a GPU go over the process group.
             deadline: For ranks of one host to find each other.
 
         Raises:
             EnvironmentNotSupported: ``"shm"`` was asked for and a rank cannot be reached through it.
         """
         others = [peer for peer in range(self.size) if peer != self.rank]
-        if choice == "torch_p2p" or self.is_cuda:
-            return {peer: Link(self.p2p(), peer) for peer in others}
+        p2p = self.p2p(device)
+        if choice == "torch_p2p" or device.type == "cuda":
+            return {peer: Link(p2p, peer) for peer in others}
         shm = self.shm(deadline)
         unreached = [peer for peer in others if not shm.reaches(peer)]
         if choice == "shm" and unreached:
@@ -112,7 +108,7 @@ class Group:
                 rank=self.rank,
                 peer=unreached[0],
             )
-        return {peer: Link(self.p2p() if peer in unreached else shm, peer) for peer in others}
+        return {peer: Link(p2p if peer in unreached else shm, peer) for peer in others}
 
     def shm_reason(self, peer: int) -> str | None:
         """Why shared memory is not used with ``peer``; None where it is, or where nobody asked for it."""
@@ -135,14 +131,15 @@ class Group:
 
     def abort(self, reason: str) -> None:
         """End the epoch of both transports, so that peers who wait for this rank are told at once."""
-        for transport in (self._shm, self._p2p):
-            if transport is not None:
-                transport.abort(reason)
+        for transport in self._transports():
+            transport.abort(reason)
+
+    def _transports(self) -> list[Transport]:
+        return [*([] if self._shm is None else [self._shm]), *self._p2p.values()]
 
     def close(self) -> None:
         """Give back connections and staging memory; the process group itself is left as it is."""
-        for transport in (self._shm, self._p2p):
-            if transport is not None:
-                transport.close()
+        for transport in self._transports():
+            transport.close()
         self._arenas.clear()
         _GROUPS.pop(id(self.pg), None)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Mapping
 
 Pair = tuple[int, int]
 
@@ -153,10 +153,10 @@ def _lower(degree: dict[int, int], node: int, by: int) -> None:
         del degree[node]
 
 
-def busiest(counts: Mapping[Pair, int] | Iterable[tuple[Pair, int]]) -> int:
+def busiest(counts: Mapping[Pair, int]) -> int:
     """The most buckets that one rank sends or receives: no schedule has fewer rounds."""
     load: dict[tuple[str, int], int] = {}
-    for (sender, receiver), count in dict(counts).items():
+    for (sender, receiver), count in counts.items():
         load["out", sender] = load.get(("out", sender), 0) + count
         load["in", receiver] = load.get(("in", receiver), 0) + count
     return max(load.values(), default=0)

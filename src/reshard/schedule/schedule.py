@@ -103,8 +103,9 @@ class Schedule:
                     waiting[pair] = self.pair_sequence(*pair)[::-1]
                 kind: Literal["send", "recv"] = "send" if pair[0] == rank else "recv"
                 peer = pair[1] if kind == "send" else pair[0]
-                for k in range(block.repeat):
-                    operations.append(Operation(block.first + k, kind, peer, waiting[pair].pop()))
+                operations.extend(
+                    Operation(block.first + k, kind, peer, waiting[pair].pop()) for k in range(block.repeat)
+                )
         return tuple(sorted(operations, key=lambda op: (op.round, op.kind)))
 
     def to_json(self) -> dict[str, Any]:

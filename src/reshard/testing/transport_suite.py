@@ -437,13 +437,15 @@ def _misuse(context: RankContext, transport: Transport) -> list[bool]:
     ticket = expect(transport, peer, 8)
     take(transport, ticket)
     _finish(transport, [send])
-    return [
+    results = [
         not transport.reaches(context.rank) and not transport.reaches(2) and transport.reaches(peer),
         refused(TransportError, lambda: transport.post_send(2, payload)),
         refused(TransportError, lambda: transport.post_send(context.rank, payload)),
         refused(ConfigError, lambda: transport.post_send(peer, payload.view(torch.int32))),
         refused(ConfigError, lambda: transport.release(ticket)),
     ]
+    _meet(context, "end")
+    return results
 
 
 def _open_and_close(context: RankContext, transport: Transport) -> int:

@@ -134,6 +134,8 @@ class Transport(ABC):
     """"caller": `post_recv` needs `into`. "transport": bytes are shown in place and stay valid until `release`."""
     releases_travel: bool = True
     """Whether `release` reaches the sender: then a send ticket that is done means that the receiver has read it all."""
+    groups_posts: bool = False
+    """Whether the posts of a round must be made inside one `batch` (NCCL: single operations would wait in a ring)."""
     lends: bool = False
     """Whether `lend` and `borrow` work."""
 

@@ -14,19 +14,21 @@ What one rank does in a run::
 
 from __future__ import annotations
 
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
 
-from reshard.errors import BindingError, VerifyError
-from reshard.layouts.box import Box
+from reshard.errors import BindingError, TransportError, VerifyError
 from reshard.transports.verify import Verify, box_sum
 from reshard.transports.views import BoundMemory, Region, aligned_word, copy_all, merged_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+    from reshard.layouts.box import Box
     from reshard.plan.plan import Plan
     from reshard.plan.strings import Item
     from reshard.schedule.bucket import Bucket
@@ -60,15 +62,19 @@ class _Send:
     peer: int
     link: Link
     payload: torch.Tensor
+    bucket: Bucket
     slot: int | None
     pack: Copies | None
     """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
+
+    round: int
 
 
 @dataclass
 class _Receive:
     peer: int
     link: Link
+    bucket: Bucket
     nbytes: int
     into: torch.Tensor | None
     slot: int | None
@@ -112,8 +118,9 @@ def staging_need(
     for (sender, receiver), count in schedule.pair_buckets.items():
         if sender == rank and receiver not in in_place_to:
             sends += count
-        if receiver == rank and sender not in in_place_from and links[sender].transport.lands == "caller":
-            receives += count
+        if receiver == rank and sender not in in_place_from:
+            in_slot = links[sender].transport.lands == "caller" or schedule.plan.strategy == "gather-broadcast"
+            receives += count if in_slot else 0
     if verify != "none":
         plan = schedule.plan
         for route in plan.routes:
@@ -138,6 +145,7 @@ class Program:
         send_arena: Staging for packed buckets, uint8; None where nothing is packed.
         receive_arena: Staging for transports that land bytes in the caller's memory; None where there is none.
         verify: What is compared after the bytes have landed.
+        device: Where the weights lie.
     """
 
     def __init__(
@@ -153,6 +161,7 @@ class Program:
         send_arena: torch.Tensor | None = None,
         receive_arena: torch.Tensor | None = None,
         verify: Verify = "none",
+        device: torch.device | str = "cpu",
     ) -> None:
         self.schedule = schedule
         self.plan: Plan = schedule.plan
@@ -167,6 +176,8 @@ class Program:
         self._send_arena = send_arena
         self._receive_arena = receive_arena
         self._verify: Verify = verify
+        self._device = device
+        self._lands_whole = self.plan.strategy == "gather-broadcast"
         operations = [op for op in schedule.for_rank(rank) if self._is_message(op)]
         self._order: list[_Send | _Receive] = self._compile(operations)
         self._receives = [op for op in self._order if isinstance(op, _Receive)]
@@ -208,7 +219,7 @@ class Program:
         bucket = op.bucket
         run = merged_run(self._source_regions(bucket)) if link.transport.sends_from == "anywhere" else None
         if run is not None:
-            return _Send(op.peer, link, run, None, None)
+            return _Send(op.peer, link, run, bucket, None, None, op.round)
         assert self._send_arena is not None
         key = (bucket.stream, bucket.index)
         slot = next((at for at, what in held.items() if what == key), None)
@@ -221,7 +232,7 @@ class Program:
         offset = self._send_slots[slot].offset
         payload = self._send_arena[offset : offset + bucket.nbytes]
         pack = None if packed else self._pack_views(bucket, offset)
-        return _Send(op.peer, link, payload, slot, pack)
+        return _Send(op.peer, link, payload, bucket, slot, pack, op.round)
 
     def _source_regions(self, bucket: Bucket) -> list[Region]:
         """The regions of a bucket in wire order where each item is one region; otherwise they are packed."""
@@ -246,12 +257,13 @@ class Program:
 
     def _pack_views(self, bucket: Bucket, offset: int) -> Copies:
         assert self._send_arena is not None
-        base = self._send_arena.storage_offset() + offset
+        base = int(self._send_arena.storage_offset()) + offset
         return _wire_copies(self._placed(bucket, self._src), self._send_arena, base, pack=True)
 
     def _placed(self, bucket: Bucket, memory: BoundMemory) -> list[tuple[Box, int, Region]]:
         """(item's box, its offset in the bucket, region) for what of the bucket lies in ``memory``."""
-        placed, at = [], 0
+        placed: list[tuple[Box, int, Region]] = []
+        at = 0
         for tensor, box in bucket.items:
             spec = self.plan.specs[tensor]
             placed.extend((box, at, region) for region in memory.regions(spec.name, box))
@@ -261,17 +273,23 @@ class Program:
     def _compile_receive(self, op: Operation, link: Link, number: int) -> _Receive:
         bucket = op.bucket
         placed = self._placed(bucket, self._dst)
-        receive = _Receive(op.peer, link, bucket.nbytes, None, None, placed, op.round)
+        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round)
+        if self._lands_whole:  # the usual way receives every tensor whole and then takes its part
+            self._use_slot(receive, number)
+            return receive
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
         run = merged_run([region for _, _, region in placed]) if complete else None
         if run is not None:
             receive.into, receive.regions = run, []
         elif link.transport.lands == "caller":
-            assert self._receive_arena is not None
-            receive.slot = number % len(self._receive_slots)
-            offset = self._receive_slots[receive.slot].offset
-            receive.into = self._receive_arena[offset : offset + bucket.nbytes]
+            self._use_slot(receive, number)
         return receive
+
+    def _use_slot(self, receive: _Receive, number: int) -> None:
+        assert self._receive_arena is not None
+        receive.slot = number % len(self._receive_slots)
+        offset = self._receive_slots[receive.slot].offset
+        receive.into = self._receive_arena[offset : offset + receive.nbytes]
 
     def _compile_copies(self) -> Copies:
         targets: list[torch.Tensor] = []
@@ -348,7 +366,44 @@ class Program:
             pull.link.transport.release(ticket)
 
     def _move(self, deadline: Deadline) -> None:
-        """Carry out sends and receives in the order of rounds, with receives posted ahead."""
+        """Carry out sends and receives in the order of rounds."""
+        if any(link.transport.groups_posts for link in self._links.values()):
+            self._move_in_batches(deadline)
+        else:
+            self._move_ahead(deadline)
+        for slot in self._send_slots:
+            slot.tickets.clear()
+
+    def _move_in_batches(self, deadline: Deadline) -> None:
+        """Post a round's send and receive together, and unpack a round while the next one is under way.
+
+        Waits order the current stream and do not block the host, so packing, moving and unpacking of neighbouring
+        rounds overlap on the device. No GPU has run this.
+        """
+        before: list[tuple[_Receive, Ticket]] = []
+        for _, operations in groupby(self._order, key=lambda op: op.round):
+            now: list[tuple[_Receive, Ticket]] = []
+            mine = list(operations)
+            for op in mine:
+                if isinstance(op, _Send):
+                    self._pack(op, deadline)
+            with ExitStack() as stack:
+                for transport in {id(op.link.transport): op.link.transport for op in mine}.values():
+                    stack.enter_context(transport.batch())
+                for op in mine:
+                    transport = op.link.transport
+                    if isinstance(op, _Receive):
+                        now.append((op, transport.post_recv(op.link.peer, op.nbytes, op.into)))
+                    else:
+                        self._post(op)
+            for receive, ticket in before:
+                self._finish(receive, ticket, deadline)
+            before = now
+        for receive, ticket in before:
+            self._finish(receive, ticket, deadline)
+
+    def _move_ahead(self, deadline: Deadline) -> None:
+        """Send and receive one after the other, with as many receives posted ahead as there are slots."""
         ahead = max(1, self.schedule.size.depth)
         tickets: dict[int, Ticket] = {}
         posted = done = 0
@@ -359,45 +414,63 @@ class Program:
                 tickets[posted] = receive.link.transport.post_recv(receive.link.peer, receive.nbytes, receive.into)
                 posted += 1
             if isinstance(op, _Send):
-                open_sends.append(self._send(op, deadline))
+                self._pack(op, deadline)
+                open_sends.append(self._post(op))
             else:
                 self._finish(op, tickets.pop(done), deadline)
                 done += 1
         for transport, ticket in open_sends:
             transport.wait(ticket, deadline)
-        for slot in self._send_slots:
-            slot.tickets.clear()
 
-    def _send(self, op: _Send, deadline: Deadline) -> tuple[Transport, Ticket]:
-        transport = op.link.transport
-        if op.slot is not None:
-            slot = self._send_slots[op.slot]
-            if op.pack is not None:
-                for earlier, ticket in slot.tickets:
-                    earlier.wait(ticket, deadline)
-                slot.tickets.clear()
-                copy_all(*op.pack)
-        posted = (transport, transport.post_send(op.link.peer, op.payload))
+    def _pack(self, op: _Send, deadline: Deadline) -> None:
+        """Fill the operation's slot, once what was sent from it before has left."""
+        if op.slot is None or op.pack is None:
+            return
+        slot = self._send_slots[op.slot]
+        for earlier, ticket in slot.tickets:
+            earlier.wait(ticket, deadline)
+        slot.tickets.clear()
+        copy_all(*op.pack)
+
+    def _post(self, op: _Send) -> tuple[Transport, Ticket]:
+        with self._context("sending", op):
+            posted = (op.link.transport, op.link.transport.post_send(op.link.peer, op.payload))
         if op.slot is not None:
             self._send_slots[op.slot].tickets.append(posted)
         return posted
 
     def _finish(self, op: _Receive, ticket: Ticket, deadline: Deadline) -> None:
         transport = op.link.transport
-        shown = transport.wait(ticket, deadline)
+        with self._context("receiving", op):
+            shown = transport.wait(ticket, deadline)
         if op.regions:
             assert shown is not None
             at = shown.data_ptr()
             if at not in op.shown:
-                op.shown[at] = _wire_copies(op.regions, shown, shown.storage_offset(), pack=False)
+                op.shown[at] = _wire_copies(op.regions, shown, int(shown.storage_offset()), pack=False)
             copy_all(*op.shown[at])
         transport.release(ticket)
+
+    @contextmanager
+    def _context(self, doing: str, op: _Send | _Receive) -> Iterator[None]:
+        """Say in a transport's error which bucket, round and tensor it was about."""
+        try:
+            yield
+        except TransportError as error:
+            tensor = self.plan.specs[op.bucket.items[0][0]].name
+            where = (
+                f"It was {doing} bucket {op.bucket.index} of stream {op.bucket.stream}, which begins with {tensor!r}, "
+                f"in round {op.round + 1} of {self.schedule.rounds}."
+            )
+            raise type(error)(f"{error.message} {where}", **{**error.facts, "tensor": tensor}) from error
 
     # -- verifying -------------------------------------------------------------------------------------------------
 
     def _compile_checks(self) -> tuple[list[tuple[int, list[Item]]], list[tuple[int, list[Item]]]]:
         """(peer, items) that this rank sent, and those that it received and keeps."""
-        peers = sorted({peer for route in self.plan.routes for edge in route.edges if self.rank in edge for peer in edge})
+        peers = sorted(
+            {peer for route in self.plan.routes for edge in route.edges if self.rank in edge for peer in edge}
+        )
         sent, received = [], []
         for peer in peers:
             if peer != self.rank:
@@ -411,7 +484,7 @@ class Program:
         inbox = []
         for peer, items in received:
             link = self._links[peer]
-            buffer = torch.empty(8 * len(items), dtype=torch.uint8, device=self._device())
+            buffer = torch.empty(8 * len(items), dtype=torch.uint8, device=self._device)
             inbox.append((peer, items, buffer, link, link.transport.post_recv(link.peer, buffer.numel(), buffer)))
         outbox = []
         staged = 0
@@ -433,12 +506,8 @@ class Program:
         if faults:
             raise VerifyError("\n".join(faults[:20]), rank=self.rank, faults=tuple(faults))
 
-    def _device(self) -> torch.device:
-        arena = self._send_arena if self._send_arena is not None else self._receive_arena
-        return arena.device if arena is not None else torch.device("cpu")
-
     def _sums(self, items: Sequence[Item], memory: BoundMemory) -> torch.Tensor:
-        sums = torch.zeros(len(items), dtype=torch.int64, device=self._device())
+        sums = torch.zeros(len(items), dtype=torch.int64, device=self._device)
         for at, (tensor, box) in enumerate(items):
             spec = self.plan.specs[tensor]
             regions = list(memory.regions(spec.name, box))
@@ -473,9 +542,7 @@ def _empty() -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8)
 
 
-def _wire_copies(
-    placed: Sequence[tuple[Box, int, Region]], wire: torch.Tensor, base: int, *, pack: bool
-) -> Copies:
+def _wire_copies(placed: Sequence[tuple[Box, int, Region]], wire: torch.Tensor, base: int, *, pack: bool) -> Copies:
     """Copies between regions and a bucket that begins at byte ``base`` of the wire memory's storage."""
     storage = wire.untyped_storage()
     targets: list[torch.Tensor] = []

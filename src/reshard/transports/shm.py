@@ -469,13 +469,13 @@ class ShmTransport(Transport):
     def _end(self, said: str, culprit: int | None, to_peers: str | None) -> None:
         """End the epoch and wake everybody, here and at the peers; `to_peers` is None where nothing is wrong."""
         with self._ending:
-            was_over = self._ended is not None
             if self._ended is None:
                 self._ended = (said, culprit)
-        if was_over and to_peers is None:
-            to_peers = "its transport had ended"
+            elif to_peers is None:
+                to_peers, culprit = self._ended  # closing after a failure: the peers hear of its cause
         tail = b"" if to_peers is None else to_peers.encode()[:_TAIL_NBYTES]
-        last = _HEAD.pack(_BYE if to_peers is None else _ABORT, 0, 0, len(tail)) + tail
+        blamed = 0 if culprit is None else culprit + 1
+        last = _HEAD.pack(_BYE if to_peers is None else _ABORT, 0, blamed, len(tail)) + tail
         for peer in list(self._peers.values()):
             # Not through the outbox, and never waiting: a peer whose socket is full sees its end all the same.
             with contextlib.suppress(OSError):
@@ -565,10 +565,13 @@ class ShmTransport(Transport):
             elif kind == _RELEASE:
                 peer.unreleased.pop(sequence).done = True
             else:
-                self._take_rare(peer, kind, sequence, size, bytes(inbox[_HEAD.size : nbytes]), _descriptors(ancillary))
+                tail = bytes(inbox[_HEAD.size : nbytes])
+                self._take_rare(peer, kind, sequence, offset, size, tail, _descriptors(ancillary))
         return count
 
-    def _take_rare(self, peer: _Peer, kind: int, sequence: int, size: int, tail: bytes, descriptors: list[int]) -> None:
+    def _take_rare(
+        self, peer: _Peer, kind: int, sequence: int, offset: int, size: int, tail: bytes, descriptors: list[int]
+    ) -> None:
         try:
             if kind == _ARENA:
                 peer.arena = _map(descriptors[0], size, _MADV_POPULATE_READ)
@@ -579,9 +582,11 @@ class ShmTransport(Transport):
                     if nbytes:
                         peer.unread_loans.add(number)
             elif kind == _ABORT:
+                # A third rank may be the cause; if this rank is, then what it sees is that the peer gave up.
+                culprit = offset - 1 if offset and offset - 1 != self.rank else peer.rank
                 with self._ending:
                     if self._ended is None:
-                        self._ended = (f"rank {peer.rank} aborted: {tail.decode(errors='replace')}", peer.rank)
+                        self._ended = (f"rank {peer.rank} ended it: {tail.decode(errors='replace')}", culprit)
             elif kind == _BYE:
                 self._end_of(peer, None)
         finally:
@@ -621,15 +626,15 @@ def share_memory_(tensors: Iterable[torch.Tensor]) -> int:
         Bytes moved; 0 if all lay there already.
 
     Raises:
-        EnvironmentNotSupported: There is too little room in /dev/shm, or there are too few open files for one a storage.
+        EnvironmentNotSupported: There is too little room in /dev/shm, or the limit of open files is too low.
         ConfigError: A tensor is not on the CPU.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         if tensor.device.type != "cpu":
             raise ConfigError(
-                f"A tensor of shape {list(tensor.shape)} is on {tensor.device}; only CPU tensors can be moved to shared "
-                "memory."
+                f"A tensor of shape {list(tensor.shape)} is on {tensor.device}; only CPU tensors can be moved to "
+                "shared memory."
             )
         storage = tensor.untyped_storage()
         if storage.nbytes() and not storage.is_shared():
@@ -647,9 +652,9 @@ def _check_room(nbytes: int, files: int) -> None:
     free = room.f_bavail * room.f_frsize
     if nbytes > free:
         raise EnvironmentNotSupported(
-            f"{format_nbytes(nbytes)} of weights do not fit into /dev/shm, which has {format_nbytes(free)} free. Make it "
-            "larger (docker: --shm-size; Kubernetes: an emptyDir with medium Memory), or leave the weights in private "
-            "memory, which costs a second copy.",
+            f"{format_nbytes(nbytes)} of weights do not fit into /dev/shm, which has {format_nbytes(free)} free. Make "
+            "it larger (docker: --shm-size; Kubernetes: an emptyDir with medium Memory), or leave the weights in "
+            "private memory, which costs a second copy.",
             nbytes=nbytes,
             free=free,
         )
@@ -667,11 +672,12 @@ def _check_room(nbytes: int, files: int) -> None:
 def _check_lendable(tensor: torch.Tensor, rank: int) -> None:
     storage = tensor.untyped_storage()
     shared = tensor.device.type == "cpu" and (storage.is_shared() or not storage.nbytes())
-    if not shared or torch.multiprocessing.get_sharing_strategy() != "file_descriptor":
+    strategy = torch.multiprocessing.get_sharing_strategy()  # type: ignore[no-untyped-call]
+    if not shared or strategy != "file_descriptor":
         raise TransportError(
-            f"Rank {rank} (shm): a tensor of shape {list(tensor.shape)} on {tensor.device} does not lie in shared memory "
-            "that has a file descriptor, so it cannot be lent. Move it there with reshard.transports.shm.share_memory_, "
-            "under torch's sharing strategy 'file_descriptor'.",
+            f"Rank {rank} (shm): a tensor of shape {list(tensor.shape)} on {tensor.device} does not lie in shared "
+            "memory that has a file descriptor, so it cannot be lent. Move it there with "
+            "reshard.transports.shm.share_memory_, under torch's sharing strategy 'file_descriptor'.",
             rank=rank,
         )
 
@@ -706,8 +712,8 @@ def _close_all(descriptors: Iterable[int]) -> None:
         os.close(descriptor)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
-# Python's mmap keeps a descriptor open for every mapping (until 3.13), one a borrowed tensor; so libc is asked directly.
+# ---- memory ------------------------------------------------------------------------------------------------------
+# Python's mmap keeps a descriptor open for every mapping (until 3.13), one a borrowed tensor; so libc is asked.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -763,7 +769,7 @@ def _reads(descriptor: int, nonce: bytes) -> bool:
     return bytes(_map(descriptor, len(nonce)).tolist()) == nonce
 
 
-# ---- children ---------------------------------------------------------------------------------------------------------
+# ---- children ----------------------------------------------------------------------------------------------------
 
 _alive: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
 

@@ -75,6 +75,7 @@ class TorchP2PTransport(Transport):
         self.max_batch_ops = max_batch_ops
         self._group: dist.ProcessGroup | None = group
         self._is_cuda = self.device.type == "cuda"
+        self.groups_posts = self._is_cuda
         self._arena: torch.Tensor | None = None
         self._sent = [0] * self.size
         self._expected = [0] * self.size

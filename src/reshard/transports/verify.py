@@ -52,7 +52,7 @@ def box_sum(box: Box, spec: TensorSpec, regions: Sequence[Region], kind: Verify)
 
 
 def _as_rows(region: Region, word: int) -> torch.Tensor | None:
-    """The region as words of ``word`` bytes with whole words along its last dim, without a copy; None if it is not so."""
+    """The region as words of ``word`` bytes, whole ones along its last dim, without a copy; None if it is not so."""
     shape, strides, itemsize = region.shape, region.strides, region.itemsize
     if word <= itemsize and region.offset_nbytes % word == 0:
         return region.words(word)

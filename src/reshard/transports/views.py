@@ -48,7 +48,7 @@ def words(
     size = (*shape, per_item) if per_item > 1 else tuple(shape)
     stride = (*(s * per_item for s in strides), 1) if per_item > 1 else tuple(strides)
     empty = torch.empty(0, dtype=_WORDS[word], device=storage.device)
-    return empty.set_(storage, offset_nbytes // word, size, stride)  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, offset_nbytes // word, size, stride)
 
 
 def aligned_word(itemsize: int, offset_nbytes: int) -> int:
