@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from math import prod
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +48,57 @@ class Binding:
         return self.offset_nbytes, self.offset_nbytes + (reach + 1) * self.itemsize
 
     def may_overlap(self, other: Binding) -> bool:
-        """Whether the two regions may share a byte; exact for columns of one row-strided matrix, else by span."""
+        """Whether the two regions may share a byte; exact up to many thousand runs, beyond that by span."""
         if self.buffer != other.buffer:
             return False
         (a_lo, a_hi), (b_lo, b_hi) = self.span, other.span
         if a_hi <= b_lo or b_hi <= a_lo:
             return False
-        return not _columns_apart(self, other)
+        if _columns_apart(self, other):
+            return False
+        if max(_run_count(self), _run_count(other)) > _MOST_RUNS:
+            return True
+        return _runs_meet(sorted(_runs(self)), sorted(_runs(other)))
+
+
+_MOST_RUNS = 1 << 16
+"""Regions of more runs than this are only compared by their spans and columns."""
+
+
+def _run_count(binding: Binding) -> int:
+    return prod(binding.shape[: _outer_dims(binding)])
+
+
+def _outer_dims(binding: Binding) -> int:
+    """How many leading dims step from run to run; the others together are one contiguous run."""
+    expected, dims = 1, len(binding.shape)
+    for size, stride in zip(reversed(binding.shape), reversed(binding.strides), strict=True):
+        if size != 1 and stride != expected:
+            break
+        expected *= size
+        dims -= 1
+    return dims
+
+
+def _runs(binding: Binding) -> Iterator[tuple[int, int]]:
+    """The contiguous byte ranges of a region."""
+    outer = _outer_dims(binding)
+    nbytes = prod(binding.shape[outer:]) * binding.itemsize
+    for place in product(*(range(n) for n in binding.shape[:outer])):
+        at = binding.offset_nbytes + binding.itemsize * sum(i * s for i, s in zip(place, binding.strides, strict=False))
+        yield at, at + nbytes
+
+
+def _runs_meet(a: Sequence[tuple[int, int]], b: Sequence[tuple[int, int]]) -> bool:
+    i = j = 0
+    while i < len(a) and j < len(b):
+        if a[i][1] <= b[j][0]:
+            i += 1
+        elif b[j][1] <= a[i][0]:
+            j += 1
+        else:
+            return True
+    return False
 
 
 def _columns_apart(a: Binding, b: Binding) -> bool:

@@ -140,6 +140,8 @@ class Manifest:
     """(name, rank in the mesh, local tensor) where the placements have several readings and only all ranks decide."""
     here: int | None = field(default=None, compare=False, repr=False)
     """The number that the DTensors' meshes give this process; None where there is no DTensor."""
+    owner: Any = field(default=None, compare=False, repr=False)
+    """The module that the tensors were read from, so that a parameter which it has replaced since can be found."""
 
     def __post_init__(self) -> None:
         names: dict[str, int] = {}
@@ -265,7 +267,7 @@ class Manifest:
             LayoutError: A ``Partial`` placement; a local tensor whose shape no reading of its placements gives.
         """
         groups, granules = groups or {}, granules or {}
-        named = dict(model.items()) if hasattr(model, "items") else model.state_dict(keep_vars=True)
+        named = _named_tensors(model)
         entries: list[Entry] = []
         bound: list[BoundPiece] = []
         unread: list[tuple[str, int, Any]] = []
@@ -285,7 +287,8 @@ class Manifest:
                 bound.extend(bind_shards(name, layouts[0], me, local))
             elif me is not None:
                 unread.append((name, me, local))
-        return cls(tuple(entries), world, 0, _aliases(bound), tuple(bound), tuple(unread), _number(named))
+        owner = model if hasattr(model, "state_dict") else None
+        return cls(tuple(entries), world, 0, _aliases(bound), tuple(bound), tuple(unread), _number(named), owner)
 
     # -- reading it ------------------------------------------------------------------------------------------------
 
@@ -381,6 +384,26 @@ class Manifest:
             for name, shape, dtype, granule, group, holdings, alternatives, fits in data["tensors"]
         )
         return cls(entries, data["world"], data["size"], tuple((a, b) for a, b in data["aliases"]))
+
+
+def find_rebound(part: Manifest) -> str | None:
+    """The name of a tensor that the module has replaced since the manifest was made, or None.
+
+    Writing to a replaced tensor would go nowhere, without an error.
+    """
+    if part.owner is None:
+        return None
+    now: dict[str, Any] = {}
+    for named in (part.owner.named_parameters, part.owner.named_buffers):
+        now.update(named(remove_duplicate=False))
+    for bound in part.local:
+        tensor = now.get(bound.piece.name)
+        if tensor is None:
+            continue  # the state dict calls it otherwise than the module does
+        local = tensor.detach().to_local() if is_dtensor(tensor) else tensor
+        if local.untyped_storage().data_ptr() != bound.binding.buffer:
+            return bound.piece.name
+    return None
 
 
 def merge(parts: Mapping[int, Manifest], *, world: str = "world", size: int = 0) -> Manifest:
@@ -572,6 +595,23 @@ def _aliases(bound: Sequence[BoundPiece]) -> tuple[tuple[str, str], ...]:
         if known != name:
             pairs.append((name, known))
     return tuple(pairs)
+
+
+def _named_tensors(model: Any) -> dict[str, Any]:
+    """The tensors of a module's state dict, or those given by name.
+
+    Raises:
+        ManifestError: Something that is not a tensor, other than the extra state that some modules keep.
+    """
+    named = dict(model.state_dict(keep_vars=True) if hasattr(model, "state_dict") else model)
+    tensors = {name: value for name, value in named.items() if not name.endswith("_extra_state")}
+    for name, value in tensors.items():
+        if not (hasattr(value, "dtype") and hasattr(value, "shape")):
+            raise ManifestError(
+                f"{name!r} is a {type(value).__name__}, not a tensor. Give the tensors that are to travel, by name.",
+                tensor=name,
+            )
+    return tensors
 
 
 def _number(named: Mapping[str, Any]) -> int | None:

@@ -251,8 +251,8 @@ def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
                 break
             if bound.binding.may_overlap(other.binding):
                 raise BindingError(
-                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} share memory of "
-                    f"this rank, so one would overwrite the other. Give each its own memory; two names for one whole "
+                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} share memory "
+                    f"of this rank, so one would overwrite the other. Give each its own memory; two names for one whole "
                     f"tensor are fine if both have the same boxes.",
                     tensors=(bound.piece.name, other.piece.name),
                 )

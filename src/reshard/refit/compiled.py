@@ -6,13 +6,14 @@ import json
 import time
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from reshard.errors import BindingError, ConfigError, DigestError, ReshardError, TransportError
 from reshard.layouts.box import Box
-from reshard.layouts.manifest import BoundPiece, binding_of
+from reshard.layouts.manifest import BoundPiece, binding_of, find_rebound
 from reshard.layouts.piece import Piece
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 from reshard.refit.agreement import Agreed, Declared, Options, agree, or_tell_peers
@@ -67,8 +68,11 @@ class CompiledRefit:
     Made by ``compile_refit``. Between runs nothing is allocated and nothing is exchanged but one small message a rank.
     """
 
-    def __init__(self, group: Group, agreed: Agreed, plan: Plan, schedule: Schedule, deadline: Deadline) -> None:
+    def __init__(
+        self, group: Group, declared: Declared, agreed: Agreed, plan: Plan, schedule: Schedule, deadline: Deadline
+    ) -> None:
         self.group = group
+        self._manifests = (declared.src, declared.dst)
         self.plan = plan
         self.schedule = schedule
         self.not_covered = agreed.not_covered
@@ -168,7 +172,7 @@ class CompiledRefit:
         return borrowed, tuple(sorted(lent_to))
 
     def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
-        wanted = {self.plan.specs[tensor].name for _, tensor, _ in self._received_from(sender)}
+        wanted = self._wanted_from[sender]
         pieces = []
         for name, start, stop, loan_json, dtype, shape, strides in rows:
             if name not in wanted:
@@ -184,14 +188,13 @@ class CompiledRefit:
             pieces.append(BoundPiece(Piece(name, Box(tuple(start), tuple(stop))), binding_of(view), view))
         return BoundMemory(pieces)
 
-    def _received_from(self, sender: int) -> list[tuple[int, int, Box]]:
-        return [row for row in self._rank_plan.receives if row[0] == sender]
-
-    @property
-    def _rank_plan(self) -> Any:
-        if not hasattr(self, "_rank_plan_cache"):
-            self._rank_plan_cache = self.plan.for_rank(self.group.rank)
-        return self._rank_plan_cache
+    @cached_property
+    def _wanted_from(self) -> dict[int, set[str]]:
+        """By sender: the names of the tensors that this rank receives a part of."""
+        wanted: dict[int, set[str]] = {}
+        for sender, tensor, _ in self.plan.for_rank(self.group.rank).receives:
+            wanted.setdefault(sender, set()).add(self.plan.specs[tensor].name)
+        return wanted
 
     def _compile(self) -> Program:
         options, group = self._options, self.group
@@ -252,7 +255,7 @@ class CompiledRefit:
 
     # -- running ---------------------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def links(self) -> dict[int, str]:
         """By peer that this rank exchanges bytes with: transport, copies and the reason."""
         described = {}
@@ -286,6 +289,8 @@ class CompiledRefit:
         """
         deadline = Deadline.after(timeout or DEFAULT_TIMEOUT)
         started = time.perf_counter()
+        with or_tell_peers(self.group, "run"):
+            self._check_still_bound()
         told = self.group.meeting.exchange("run", self.schedule.digest.encode(), deadline)
         for rank, digest in enumerate(told):
             if digest != told[self.group.rank]:
@@ -295,6 +300,18 @@ class CompiledRefit:
                     rank=rank,
                 )
         return self.move(deadline, started)
+
+    def _check_still_bound(self) -> None:
+        for manifest in self._manifests:
+            name = None if manifest is None else find_rebound(manifest)
+            if name is not None:
+                raise BindingError(
+                    f"{name!r}: the module of rank {self.group.rank} holds another tensor under this name than when "
+                    f"the refit was compiled, so the bytes would go to memory that nobody reads. Compile the refit again, "
+                    f"or update parameters in place (param.data.copy_).",
+                    tensor=name,
+                    rank=self.group.rank,
+                )
 
     def move(self, deadline: Deadline, started: float) -> RunReport:
         """Move the bytes once all ranks are known to be here."""
@@ -442,7 +459,7 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     schedule = plan_schedule(
         plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth
     )
-    return CompiledRefit(group, agreed, plan, schedule, deadline)
+    return CompiledRefit(group, declared, agreed, plan, schedule, deadline)
 
 
 __all__ = ["CompiledRefit", "Link", "RunReport", "compile_declared", "compile_refit", "make_options"]

@@ -60,7 +60,7 @@ def size_buckets(staging_nbytes: int, bucket_nbytes: int | None = None, depth: i
     depth = depth or (4 if staging_nbytes >= 1 << 20 else 2)
     fits = staging_nbytes // (2 * depth)
     nbytes = bucket_nbytes or min(LARGEST_BUCKET, _with_slack(fits))
-    size = BucketSize(nbytes, nbytes // 8 if nbytes >= 1024 else 0, depth)
+    size = BucketSize(nbytes, nbytes // 8 // 16 * 16 if nbytes >= 1024 else 0, depth)
     if nbytes < 1 or size.staging_nbytes > staging_nbytes:
         raise ScheduleError(
             f"{2 * depth} open operations of up to {format_nbytes(max(size.slot_nbytes, 1))} need "
