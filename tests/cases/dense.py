@@ -13,6 +13,7 @@ import reshard
 from reshard.errors import ReshardError
 from reshard.layouts.layout import Layout
 from reshard.layouts.mesh import Mesh
+from reshard.testing.oracle import bits, check_landed, local_shard, poisoned
 from reshard.testing.processes import threads
 
 if TYPE_CHECKING:
@@ -38,35 +39,17 @@ def split(shape, ranks, placement, *, dtype="float32", axes=None, rule="ceil"):
     return Layout(shape, dtype, Mesh(axes or {"x": len(ranks)}, ranks), placement, rule)
 
 
-def shard_of(full, layout, rank):
-    """What ``rank`` holds of the dense tensor, or None outside the mesh."""
-    if rank not in layout.mesh.ranks:
-        return None
-    local = full.new_empty(layout.local_shape(rank))
-    for shard in layout.shards(rank):
-        inside = tuple(slice(at, at + n) for at, n in zip(shard.local_start, shard.box.shape, strict=True))
-        local[inside] = full[slices(shard.box)]
-    return local
-
-
-def slices(box):
-    return tuple(slice(lo, hi) for lo, hi in zip(box.start, box.stop, strict=True))
-
-
-def bits(tensor):
-    """The bytes of a tensor in logical order: equal bits, not only equal values."""
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-
-
 def same_bits(a, b):
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a), bits(b))
+    """Equal shape, dtype and bits, whatever the strides; NaNs compare equal too."""
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(bits(a.detach()), bits(b.detach()))
 
 
 def move(full, src, dst, size, **options) -> tuple[dict[int, torch.Tensor], list[RunReport]]:
     """Reshard a dense tensor from ``src`` to ``dst`` among ``size`` ranks; what each destination then holds."""
 
     def body(ctx: RankContext):
-        source, target = shard_of(full, src, ctx.rank), shard_of(torch.full_like(full, POISON), dst, ctx.rank)
+        source = local_shard(full, src, ctx.rank) if ctx.rank in src.mesh.ranks else None
+        target = poisoned(local_shard(full, dst, ctx.rank)) if ctx.rank in dst.mesh.ranks else None
         report = reshard.reshard(
             source,
             target,
@@ -87,7 +70,7 @@ def lands_right(full, src, dst, size, **options) -> list[RunReport]:
     landed, reports = move(full, src, dst, size, **options)
     assert set(landed) == set(dst.mesh.ranks)
     for rank, target in landed.items():
-        assert same_bits(target, shard_of(full, dst, rank)), f"rank {rank} holds {target}"
+        check_landed(target, local_shard(full, dst, rank), f"rank {rank}")
     return reports
 
 

@@ -9,7 +9,7 @@ from tests.demo.tiny import make_model, weights_of, write_folder
 
 from reshard.demo import checkpoint as module
 from reshard.demo.architecture import Architecture
-from reshard.demo.checkpoint import Checkpoint, config_of_gguf, packaged_checkpoint, packaged_file, unrotate
+from reshard.demo.checkpoint import Checkpoint, config_of_gguf, packaged_checkpoint, unrotate
 from reshard.errors import ConfigError, EnvironmentNotSupported
 from reshard.layouts.box import Box
 
@@ -135,19 +135,3 @@ def test_a_conversion_that_fails_leaves_no_folder_behind(monkeypatch, tmp_path):
     with pytest.raises(EnvironmentNotSupported, match="no room"):
         packaged_checkpoint(tmp_path / "cache", lambda _: None)
     assert list((tmp_path / "cache").iterdir()) == []
-
-
-@pytest.mark.model
-@pytest.mark.slow
-def test_the_packaged_model_is_converted_once_and_whole(tmp_path):
-    said = []
-    first = packaged_checkpoint(tmp_path, said.append)
-    again = packaged_checkpoint(tmp_path, said.append)
-    assert first == again
-    assert len(said) == 1
-    assert packaged_file().suffix == ".gguf"
-    a = first.architecture
-    assert (a.heads, a.kv_heads, a.layers, a.tied, a.stop_tokens) == (9, 3, 30, True, (2,))
-    with first.reader() as reader:
-        assert sum(reader.read(name).numel() for name, _ in first.files) == 134_515_008
-    assert [path.name for path in tmp_path.iterdir()] == [first.folder.name]  # nothing half done beside it

@@ -6,7 +6,10 @@ import json
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.models.llama import LlamaConfig
 from transformers.models.qwen2 import Qwen2Config
 from transformers.models.qwen3 import Qwen3Config
@@ -59,7 +62,7 @@ def weights_of(model):
 
 
 def write_folder(model, folder):
-    """Write a checkpoint folder without a tokenizer; tied weights once."""
+    """Write a checkpoint folder, tied weights once; its tokenizer knows the words w0 to w199 and no chat."""
     weights = weights_of(model)
     if model.config.tie_word_embeddings:
         del weights["lm_head.weight"]
@@ -67,4 +70,7 @@ def write_folder(model, folder):
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     save_file(weights, str(folder / "model.safetensors"))
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(SIZES["vocab_size"])}, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0").save_pretrained(str(folder))
     return folder

@@ -20,17 +20,17 @@ import time
 import traceback
 import warnings
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from multiprocessing.reduction import DupFd
+from typing import IO, TYPE_CHECKING, Any
 
 from reshard.errors import PeerError, RefitTimeout, ReshardError, TransportError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from multiprocessing.connection import Connection
     from multiprocessing.context import SpawnProcess
 
-_GRACE_SECONDS = 3.0
+_GRACE_SECONDS = 2.0
 """After the first error: time for the others to say theirs, since a lost peer is often the effect and not the cause."""
 _LOG_TAIL_NBYTES = 4000
 
@@ -53,7 +53,7 @@ class _Child:
     job: Job
     process: SpawnProcess
     pipe: Connection
-    log: Path
+    log: IO[bytes]
     doing: str = "starting"
     result: Any = None
     error: BaseException | None = None
@@ -61,13 +61,20 @@ class _Child:
     ended: bool = field(default=False)
 
 
-def run_jobs(jobs: Sequence[Job], *, timeout: float, progress: Callable[[str], None]) -> list[Any]:
+def run_jobs(
+    jobs: Sequence[Job],
+    *,
+    timeout: float,
+    progress: Callable[[str], None],
+    environment: Mapping[str, str] | None = None,
+) -> list[Any]:
     """Run every job as a process and return their results in order.
 
     Args:
         jobs: Each ``function(say, *args)`` runs in a process of its own; ``say(text, aloud=False)`` tells what it does.
         timeout: Seconds for all of it.
         progress: Told what jobs say aloud.
+        environment: Variables that the processes have besides this one's.
 
     Raises:
         ReshardError: What a job raised, as it raised it.
@@ -77,23 +84,43 @@ def run_jobs(jobs: Sequence[Job], *, timeout: float, progress: Callable[[str], N
     context = multiprocessing.get_context("spawn")
     expiry = time.monotonic() + timeout
     children: list[_Child] = []
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
-        try:
-            for index, job in enumerate(jobs):
-                pipe, theirs = context.Pipe()
-                log = Path(folder) / f"{index}.log"
-                process = context.Process(target=_serve, args=(job, theirs, str(log)), name=job.label, daemon=True)
+    try:
+        for job in jobs:
+            pipe, theirs = context.Pipe()
+            log = tempfile.TemporaryFile()  # noqa: SIM115 - has no name, so it is gone however this process ends
+            process = context.Process(
+                target=_serve, args=(job, theirs, _Log(log.fileno())), name=job.label, daemon=True
+            )
+            with _environment(environment or {}):
                 process.start()
-                theirs.close()
-                children.append(_Child(job, process, pipe, log))
-            _attend(children, expiry, timeout, progress)
-        finally:
-            for child in children:
-                if not child.ended:
-                    child.process.kill()
+            theirs.close()
+            children.append(_Child(job, process, pipe, log))
+        _attend(children, expiry, timeout, progress)
+    finally:
+        for child in children:
+            if child.ended:
+                child.process.join(5)
+            if child.process.is_alive():
+                child.process.kill()
                 child.process.join(10)
-                child.pipe.close()
+            child.pipe.close()
+            child.log.close()
     return [child.result for child in children]
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set variables for a process that starts inside the block: libraries read them before any code of ours runs."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _attend(children: list[_Child], expiry: float, timeout: float, progress: Callable[[str], None]) -> None:
@@ -157,18 +184,34 @@ def _raise_first(failed: Sequence[_Child]) -> None:
         raise error
     log = ""
     with contextlib.suppress(OSError):
-        log = child.log.read_bytes()[-_LOG_TAIL_NBYTES:].decode(errors="replace").strip()
+        start = max(0, os.fstat(child.log.fileno()).st_size - _LOG_TAIL_NBYTES)
+        log = os.pread(child.log.fileno(), _LOG_TAIL_NBYTES, start).decode(errors="replace").strip()
     lines = [f"{child.job.label}: {error}" if isinstance(error, RankFailed) else f"{child.job.label}: {error!r}"]
     lines += [text for text in (child.trace, log) if text]
     raise RankFailed("\n".join(lines), label=child.job.label) from error
 
 
-def _serve(job: Job, pipe: Connection, log: str) -> None:
+class _Log:
+    """The descriptor of a log on its way into a new process; there it arrives as a number."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_detach, (DupFd(self._descriptor),))
+
+
+def _detach(duplicate: Any) -> int:
+    descriptor: int = duplicate.detach()
+    return descriptor
+
+
+def _serve(job: Job, pipe: Connection, log: int) -> None:
     """Run one job: the whole life of a child."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us
-    with open(log, "wb", buffering=0) as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the whole life of the process
     threading.Thread(target=_leave_with_parent, name="lifeline", daemon=True).start()
     warnings.simplefilter("ignore")

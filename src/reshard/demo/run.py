@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import resource
 import statistics
 import time
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -42,6 +42,7 @@ from reshard.errors import EnvironmentNotSupported
 from reshard.layouts.manifest import Manifest
 from reshard.refit.compiled import CompiledRefit, RunReport, compile_refit
 from reshard.transports.shm import share_memory_
+from reshard.units import format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,14 @@ STRATEGIES = {
 """By the name in the outcome: the strategies of the library."""
 
 GARBAGE_TOKENS = 8
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",  # the model is a folder; nothing is to be fetched
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Of every process: ranks share the cores of one machine."""
 
 
 class Say(Protocol):
@@ -104,7 +113,7 @@ def run_demo(story: Story, progress: Callable[[str], None]) -> Outcome:
         Job(f"destination rank {r}", destination_rank, (story, r, store.host, store.port))
         for r in range(story.destination.size)
     ]
-    facts = run_jobs(jobs, timeout=story.timeout, progress=progress)
+    facts = run_jobs(jobs, timeout=story.timeout, progress=progress, environment=ENVIRONMENT)
     return _outcome_of(story, facts[: story.source.size], facts[story.source.size :])
 
 
@@ -131,7 +140,7 @@ def source_rank(say: Say, story: Story, rank: int, host: str, port: int) -> dict
         notes = _share(trainer)
         together = _Together(us, src=Manifest.from_torch(trainer.model), held=list(trainer.held()), trainer=trainer)
         together.refit_and_compare()
-        us.say("taking an optimizer step: this answer gets a reward of -1")
+        us.say("taking an optimizer step that makes this answer less likely")
         stepped = trainer.step(prompt, answer)
         us.say(f"the step changed {stepped.changed:,} weights; answering again")
         answers = [answer, us.answer(trainer, prompt)]
@@ -206,8 +215,12 @@ class _World:
         if kind is None:
             dist.destroy_process_group()
 
-    def say(self, text: str) -> None:
-        self._say(text, aloud=self.rank == 0)
+    def say(self, text: str, *, together: bool = False) -> None:
+        """Tell what this rank is doing; the user hears it once a world, or once where all do it together."""
+        if together:
+            self._say(text, aloud=self.all_rank == 0)
+        else:
+            self._say(f"{self.name}: {text}", aloud=self.rank == 0)
 
     def prompt(self) -> list[int]:
         """The question in tokens, from the rank that has the tokenizer."""
@@ -245,19 +258,17 @@ class _Together:
         self._trainer, self._engine, self._views = trainer, engine, views
         self._mismatches: list[str] = []
         self._refits: list[tuple[float, RunReport]] = []
+        self._held = held
+        self._src, self._dst = src, dst
         self._group = gloo_group(us.store, "all", us.all_rank, us.story.size, us.timeout)
-        us.say("compiling the refits: manifests, plans, connections")
-        self._refit_of: dict[str, CompiledRefit] = {}
-        for name, strategy in STRATEGIES.items():
-            begun = time.perf_counter()
-            self._refit_of[name] = compile_refit(self._group, src=src, dst=dst, strategy=strategy, timeout=us.timeout)
-            if name == "reshard":
-                self._compile_seconds = self._slowest(time.perf_counter() - begun)
-        store = dist.PrefixStore("usual", us.store)
-        self._usual = UsualWay(
-            store, us.all_rank, us.story.source.size, us.story.size, us.timeout, held=held, views=views
-        )
+        us.say("compiling the refit: manifests, plan, connections", together=True)
+        begun = time.perf_counter()
+        self._reshard = self._compile("reshard")
+        self._compile_seconds = self._slowest(time.perf_counter() - begun)
         self._seconds: dict[str, list[float]] = {}
+
+    def _compile(self, strategy: str) -> CompiledRefit:
+        return compile_refit(self._group, src=self._src, dst=self._dst, strategy=strategy, timeout=self._us.timeout)
 
     # -- the refits ------------------------------------------------------------------------------------------------
 
@@ -268,21 +279,28 @@ class _Together:
             answer()
         self._check("after refit 1")
         self._expected = self._content()
-        story = self._us.story
-        ways: dict[str, Callable[[], object]] = {
-            name: lambda refit=refit: refit.run(self._us.timeout)  # type: ignore[misc]
-            for name, refit in self._refit_of.items()
-        }
-        for form in FORMS:
-            ways[form] = lambda form=form: self._usual.run(form)  # type: ignore[misc]
-        for turn in range(story.rounds):
-            self._us.say(f"timing every way, round {turn + 1} of {story.rounds}")
+        # Only now: until here no rank has had more of the model than its own pieces.
+        ways = self._ways()
+        rounds = self._us.story.rounds
+        for turn in range(rounds):
+            self._us.say(f"timing every way, round {turn + 1} of {rounds}", together=True)
             for name, way in ways.items():
                 if self._engine is not None:
                     self._engine.poison()
                 self._seconds.setdefault(name, []).append(self._timed(way)[0])
                 if self._content() != self._expected:
                     self._mismatches.append(f"{self._me}: other bytes than refit 1 left, after {name}")
+
+    def _ways(self) -> dict[str, Callable[[], object]]:
+        """What is timed, by its name in the outcome: the library's strategies and the usual way by hand."""
+        us = self._us
+        ways: dict[str, Callable[[], object]] = {}
+        for name, strategy in STRATEGIES.items():
+            refit = self._reshard if name == "reshard" else self._compile(strategy)
+            ways[name] = partial(refit.run, us.timeout)
+        store, sources, size = dist.PrefixStore("usual", us.store), us.story.source.size, us.story.size
+        usual = UsualWay(store, us.all_rank, sources, size, us.timeout, held=self._held, views=self._views)
+        return ways | {form: partial(usual.run, form) for form in FORMS}
 
     def refit_again(self, answer: Callable[[], None] | None = None) -> None:
         """Refit to version 2, without a new plan, and check it."""
@@ -292,10 +310,9 @@ class _Together:
         self._check("after refit 2")
 
     def _refit(self) -> None:
-        refit = self._refit_of["reshard"]
-        seconds, report = self._timed(lambda: refit.run(self._us.timeout))
+        seconds, report = self._timed(lambda: self._reshard.run(self._us.timeout))
         self._refits.append((seconds, report))
-        self._us.say(f"refit {len(self._refits)} took {seconds:.3f} s")
+        self._us.say(f"refit {len(self._refits)} took {format_seconds(seconds)}", together=True)
 
     def _timed(self, way: Callable[[], Any]) -> tuple[float, Any]:
         """Do it together with all ranks; the seconds are those of the slowest."""
@@ -324,7 +341,7 @@ class _Together:
         The source's ranks put each tensor together with torch's own ``full_tensor``; rank 0 broadcasts it; each
         destination rank compares its views bit for bit. Nobody holds more than one whole tensor at a time.
         """
-        self._us.say("comparing every element with the source's")
+        self._us.say("comparing every element with the source's", together=True)
         by_name: dict[str, list[WantedView]] = {}
         for wanted in self._views:
             by_name.setdefault(wanted[0], []).append(wanted)
@@ -356,7 +373,7 @@ class _Together:
     # -- what came out ---------------------------------------------------------------------------------------------
 
     def facts(self, holds: int) -> dict[str, Any]:
-        plan = self._refit_of["reshard"].plan
+        plan = self._reshard.plan
         me = self._us.all_rank
         report = self._refits[0][1]
         count = self._us.story.source.size
@@ -387,7 +404,6 @@ def _prepare_process() -> None:
     import logging
 
     torch.set_num_threads(1)
-    os.environ["HF_HUB_OFFLINE"] = "1"
     logging.getLogger("torch").setLevel(logging.ERROR)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from reshard.errors import BindingError, DigestError, LayoutError, ManifestError, PeerError, ReshardError
 from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces, merge
 from reshard.layouts.piece import Piece
@@ -20,8 +22,6 @@ from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
-
-    import torch
 
     from reshard.layouts.box import Box
     from reshard.layouts.layout import Layout
@@ -64,6 +64,9 @@ class Agreed:
     not_covered: tuple[str, ...]
     """Source tensors that no destination wants."""
 
+    device: torch.device
+    """Where this rank's weights lie; on a rank without any, the kind of device of the others."""
+
     merged: tuple[Manifest, Manifest]
     """Source and destination in the numbers of their own meshes."""
 
@@ -98,9 +101,11 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         PeerError: Another rank found a fault in its own declaration.
     """
     with or_tell_peers(group, "declare"):
-        payload = zlib.compress(json.dumps(_to_wire(declared)).encode(), 1)
+        device = _device_of(declared)
+        payload = zlib.compress(json.dumps(_to_wire(declared, device)).encode(), 1)
     told = [json.loads(zlib.decompress(value)) for value in group.meeting.exchange("declare", payload, deadline)]
     options = _same_options([row["options"] for row in told])
+    kind = _same_kind_of_device([row["device"] for row in told])
     src, src_merged = _merge_side(told, "src", group.size)
     dst, dst_merged = _merge_side(told, "dst", group.size)
     if not src.entries:
@@ -120,10 +125,45 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         _check_no_overlap(dst_pieces)
     _check_replicas(group, src, src_pieces, deadline)
     not_covered = tuple(name for name in src.names if name not in wanted)
-    return Agreed(src, dst, options, src_pieces, dst_pieces, not_covered, (src_merged, dst_merged))
+    return Agreed(
+        src, dst, options, src_pieces, dst_pieces, not_covered, device or torch.device(kind), (src_merged, dst_merged)
+    )
 
 
-def _to_wire(declared: Declared) -> dict[str, Any]:
+def _device_of(declared: Declared) -> torch.device | None:
+    """Where this rank's weights lie; None where it has none.
+
+    Raises:
+        BindingError: On more than one device.
+    """
+    parts = [part for part in (declared.src, declared.dst) if part is not None]
+    devices: dict[torch.device, str] = {}
+    for part in parts:
+        devices.update({bound.view.device: bound.piece.name for bound in part.local})
+        devices.update({local.device: name for name, _, local in part.unread})
+    if len(devices) > 1:
+        (a, name), (b, other) = list(devices.items())[:2]
+        raise BindingError(
+            f"{name!r} lies on {a} and {other!r} on {b}; the tensors of one rank lie on one device. Move them, or "
+            f"refit those of each device on their own.",
+            tensors=(name, other),
+        )
+    return next(iter(devices), None)
+
+
+def _same_kind_of_device(kinds: Sequence[str | None]) -> str:
+    known = {kind: rank for rank, kind in enumerate(kinds) if kind is not None}
+    if len(known) > 1:
+        (a, rank), (b, other) = list(known.items())[:2]
+        raise ManifestError(
+            f"Rank {rank} has its tensors on {a}, rank {other} on {b}. One refit moves between devices of one kind: "
+            f"copy one side first.",
+            ranks=(rank, other),
+        )
+    return next(iter(known), "cpu")
+
+
+def _to_wire(declared: Declared, device: torch.device | None) -> dict[str, Any]:
     def side(manifest: Manifest | None) -> dict[str, Any] | None:
         return None if manifest is None else {"manifest": manifest.to_json(), "number": manifest.here}
 
@@ -131,6 +171,7 @@ def _to_wire(declared: Declared) -> dict[str, Any]:
         "src": side(declared.src),
         "dst": side(declared.dst),
         "options": asdict(declared.options),
+        "device": None if device is None else device.type,
     }
 
 
@@ -252,8 +293,8 @@ def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
             if bound.binding.may_overlap(other.binding):
                 raise BindingError(
                     f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} share memory "
-                    f"of this rank, so one would overwrite the other. Give each its own memory; two names for one whole "
-                    f"tensor are fine if both have the same boxes.",
+                    f"of this rank, so one would overwrite the other. Give each its own memory; two names for one "
+                    f"whole tensor are fine if both have the same boxes.",
                     tensors=(bound.piece.name, other.piece.name),
                 )
 

@@ -84,8 +84,8 @@ class CompiledRefit:
         self._bound_to = tuple(bound.binding for bound in (*agreed.src_pieces, *agreed.dst_pieces))
         with or_tell_peers(group, "memory"):
             self._sources = self._snapshot(agreed)
-            self._device = _device_of((*agreed.src_pieces, *agreed.dst_pieces))
-            self._p2p = group.p2p(self._device)
+            self._device = agreed.device
+            self._p2p = group.p2p(self._device, deadline)
             self._links = group.links(agreed.options.transport, self._device, deadline)
             offer = self._offer()
         told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
@@ -307,8 +307,8 @@ class CompiledRefit:
             if name is not None:
                 raise BindingError(
                     f"{name!r}: the module of rank {self.group.rank} holds another tensor under this name than when "
-                    f"the refit was compiled, so the bytes would go to memory that nobody reads. Compile the refit again, "
-                    f"or update parameters in place (param.data.copy_).",
+                    f"the refit was compiled, so the bytes would go to memory that nobody reads. Compile the refit "
+                    f"again, or update parameters in place (param.data.copy_).",
                     tensor=name,
                     rank=self.group.rank,
                 )
@@ -346,26 +346,9 @@ class CompiledRefit:
 
 
 TORN = (
-    "The destination's tensors may hold a mix of old and new weights until a refit completes. The process group has "
-    "lost a member: build a new one, then refit again."
+    "The destination's tensors may hold a mix of old and new weights until a refit completes. The connections of this "
+    "refit are closed: build a new process group, compile the refit again and run it."
 )
-
-
-def _device_of(pieces: Sequence[BoundPiece]) -> torch.device:
-    """Where this rank's weights lie.
-
-    Raises:
-        BindingError: On more than one device.
-    """
-    devices = {bound.view.device: bound.piece.name for bound in pieces}
-    if len(devices) > 1:
-        (a, name), (b, other) = list(devices.items())[:2]
-        raise BindingError(
-            f"{name!r} lies on {a} and {other!r} on {b}; the tensors of one rank lie on one device. Move them, or "
-            f"refit those of each device on their own.",
-            tensors=(name, other),
-        )
-    return next(iter(devices), torch.device("cpu"))
 
 
 def _clash(source: BoundPiece, destination: BoundPiece) -> bool:

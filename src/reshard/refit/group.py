@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 import torch.distributed as dist
 
-from reshard.errors import ConfigError, EnvironmentNotSupported
+from reshard.errors import ConfigError, EnvironmentNotSupported, TransportError
 from reshard.transports.meeting import Meeting, store_of
 from reshard.transports.program import Link
 from reshard.transports.shm import ShmTransport
@@ -32,7 +32,7 @@ class Group:
     """
 
     def __init__(self, pg: dist.ProcessGroup, timeout: timedelta) -> None:
-        self.pg = pg
+        self._pg = weakref.ref(pg)
         self.rank = pg.rank()
         self.size = pg.size()
         store = store_of(pg)
@@ -67,14 +67,38 @@ class Group:
             return known[1]
         key = id(pg)
         group = cls(pg, timeout)
-        _GROUPS[key] = (weakref.ref(pg, lambda _: _GROUPS.pop(key, None)), group)
+        _GROUPS[key] = (weakref.ref(pg, lambda _: _forget(key)), group)
         return group
 
-    def p2p(self, device: torch.device) -> TorchP2PTransport:
-        """The transport over the process group itself, for weights on ``device``."""
+    def p2p(self, device: torch.device, deadline: Deadline) -> TorchP2PTransport:
+        """The transport over torch; made by all ranks together at its first use.
+
+        On the CPU it has a gloo group of its own beside the caller's, so that tags never meet, and an expired deadline
+        closes none of the caller's connections. On a GPU it uses the caller's group, since another one costs memory.
+        """
         if device not in self._p2p:
-            self._p2p[device] = TorchP2PTransport(self.pg, device=device)
+            theirs = self._pg()
+            assert theirs is not None, "the caller's group is gone"
+            pg = theirs if device.type == "cuda" else self._own_gloo(deadline)
+            self._p2p[device] = TorchP2PTransport(pg, device=device)
         return self._p2p[device]
+
+    def _own_gloo(self, deadline: Deadline) -> dist.ProcessGroup:
+        store = dist.PrefixStore("reshard/gloo", self._store)
+        timeout = timedelta(seconds=max(1.0, deadline.remaining()))
+        try:
+            backend = dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+        except RuntimeError as error:
+            raise TransportError(
+                f"Rank {self.rank} could not connect to all {self.size} ranks over gloo within {timeout}: {error}. "
+                f"If the machine has several networks, name the one to use in GLOO_SOCKET_IFNAME.",
+                rank=self.rank,
+            ) from error
+        backend._set_sequence_number_for_group()
+        pg = dist.ProcessGroup(store, self.rank, self.size)
+        pg._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        pg._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        return pg
 
     def shm(self, deadline: Deadline) -> ShmTransport:
         """The transport between ranks of one host; made by all ranks together at its first use."""
@@ -96,7 +120,7 @@ class Group:
             EnvironmentNotSupported: ``"shm"`` was asked for and a rank cannot be reached through it.
         """
         others = [peer for peer in range(self.size) if peer != self.rank]
-        p2p = self.p2p(device)
+        p2p = self.p2p(device, deadline)
         if choice == "torch_p2p" or device.type == "cuda":
             return {peer: Link(p2p, peer) for peer in others}
         shm = self.shm(deadline)
@@ -142,4 +166,12 @@ class Group:
         for transport in self._transports():
             transport.close()
         self._arenas.clear()
-        _GROUPS.pop(id(self.pg), None)
+        for key in [key for key, (_, group) in _GROUPS.items() if group is self]:
+            del _GROUPS[key]
+
+
+def _forget(key: int) -> None:
+    """The process group is gone: give back what was kept for it."""
+    known = _GROUPS.pop(key, None)
+    if known is not None:
+        known[1].close()

@@ -305,7 +305,7 @@ def _lines_to(plan: Plan, to: int, rows: Iterable[Explained], name: str) -> list
     wanted = [box for box, mask in _pattern(plan, name).needed if mask >> to & 1]
     shown = ", ".join(map(str, wanted[:4])) + (f" and {len(wanted) - 4} more" if len(wanted) > 4 else "")
     nbytes = sum(box.numel for box in wanted) * spec.itemsize
-    lines = [f"{plan.rank_name(to)} wants {shown}, {format_nbytes(nbytes)}"]
+    lines = [f"{plan.rank_name(to)} wants " + (f"{shown}, {format_nbytes(nbytes)}" if wanted else "none of it")]
     mine = [row for row in rows if row.transfer.dst == to]
     cells = [(_origin(plan, r.transfer), _box_text(r.transfer.box), format_nbytes(r.transfer.nbytes)) for r in mine]
     widths = [max(len(cell[at]) for cell in cells) for at in range(3)]
@@ -319,8 +319,9 @@ def _origin(plan: Plan, transfer: Transfer) -> str:
 
 
 def _box_text(box: Box) -> str:
-    size = " x ".join(map(str, box.shape))
-    return f"{size} box {box}" if box.shape else "the scalar"
+    if len(box.shape) < 2:
+        return f"{box}" if box.shape else "the scalar"
+    return f"{' x '.join(map(str, box.shape))} box {box}"
 
 
 def _why(plan: Plan, row: Explained) -> str:

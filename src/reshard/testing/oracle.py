@@ -51,6 +51,8 @@ def dense(shape: Sequence[int], dtype: str, *, seed: int = 0) -> torch.Tensor:
     """
     kind: torch.dtype = getattr(torch, dtype)
     numel = int(np.prod(shape, dtype=np.int64))
+    if not numel:
+        return torch.empty(tuple(shape), dtype=kind)
     per_item = -(-kind.itemsize // 8)
     place = np.arange(numel * per_item, dtype=np.uint64) + np.uint64(seed << 40)
     values = torch.from_numpy(hash_of(place).view(np.int64))
@@ -103,14 +105,13 @@ def check_landed(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
     have, want = bits(got), bits(expected)
     if torch.equal(have, want):
         return
-    wrong = have != want
+    wrong, unwritten = have != want, have == ~want
     if have.dim() > got.dim():  # complex128 has two words an element
-        wrong = wrong.any(-1)
-    unwritten = (have == ~want).sum().item()
+        wrong, unwritten = wrong.any(-1), unwritten.all(-1)
     first = torch.nonzero(wrong)[0].tolist() if wrong.dim() else []
     raise AssertionError(
-        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, {unwritten} were never written; the first "
-        f"at local index {first}"
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} elements are wrong, {int(unwritten.sum())} were never written; "
+        f"the first at local index {first}"
     )
 
 

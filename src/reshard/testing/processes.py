@@ -131,9 +131,9 @@ def threads(size: int, function: Callable[[RankContext], Result], *, timeout: fl
         worker.start()
     with changed:
         while len(results) + len(failures) < size and time.monotonic() < expiry:
-            changed.wait(max(0.0, expiry - time.monotonic()))
             if failures:
                 expiry = min(expiry, time.monotonic() + _GRACE_SECONDS)
+            changed.wait(max(0.0, expiry - time.monotonic()))
         told = set(results) | {failure.rank for failure in failures}
         frames = sys._current_frames()
         for rank in sorted(set(range(size)) - told):

@@ -126,7 +126,7 @@ class TransportSuite:
     def test_a_silent_peer_is_named_at_the_deadline(self, world: World, way: str) -> None:
         (kind, peer, seconds, after), told = world(2, _silent, way, 0.5)
         assert (kind, peer) == ("RefitTimeout", 1)
-        assert 0.4 <= seconds <= 1.5
+        assert 0.4 <= seconds <= 2.0
         assert after == "TransportError"  # the epoch has ended
         assert told == ("TransportError", 0)  # and the peer learns it long before its own deadline
 
@@ -165,7 +165,7 @@ class ProcessTransportSuite(TransportSuite):
         first, killed, last = world(3, _killed, may_die={1})
         assert killed == Died(-signal.SIGKILL)
         assert [first[:2], last[:2]] == [("TransportError", 1)] * 2
-        assert max(first[2], last[2]) < 2.0
+        assert max(first[2], last[2]) < 5.0
 
     def test_a_peer_that_is_killed_while_many_messages_are_in_flight_is_named(self, world: World) -> None:
         survivor, killed = world(2, _killed_in_traffic, may_die={1})

@@ -1,0 +1,296 @@
+"""The local benchmark: two source ranks and four destination ranks, a process each, on one host.
+
+``run_local`` starts the processes and puts their samples together; ``rank_main`` is the whole life of one of them.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.bench.bare import BarePull, BareStaged, Memcpy
+from reshard.bench.case import SIZE, SOURCES, WORD, Case, Memory
+from reshard.bench.measure import Figures, RankSamples, measure, put_together
+from reshard.bench.operation import Operation, Refit
+from reshard.bench.tokens import Tokens
+from reshard.bench.usual_way import FORMS, Groups, UsualWay, UsualWayShm
+from reshard.demo.groups import gloo_group
+from reshard.demo.launch import Job, run_jobs
+from reshard.errors import ConfigError
+from reshard.transports.shm import ShmTransport, share_memory_
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+SCENARIOS = ("tp4", "tp2dp2", "small-tensors")
+TRANSPORTS = ("torch_p2p", "shm")
+CHUNK_NBYTES = 8 << 20
+_SMALL_TENSORS, _SMALL_NBYTES = 2000, 10**9
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What every rank is told."""
+
+    host: str
+    port: int
+    tokens: Tokens
+    scenarios: tuple[str, ...]
+    transports: tuple[str, ...]
+    size: int
+    repeat: int
+    timeout: timedelta
+    shared: tuple[torch.Tensor, ...]
+    """Shared memory of every source for its tensors, flat words; empty where shared memory is not measured."""
+    arenas: tuple[torch.Tensor, ...]
+    """Shared memory of every source for the slots of the bare pipeline."""
+
+
+def run_local(
+    *,
+    scenarios: Sequence[str] = SCENARIOS,
+    transports: Sequence[str] = TRANSPORTS,
+    size: int = 8192,
+    repeat: int = 7,
+    timeout_seconds: float = 600.0,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Any]:
+    """Measure on this machine.
+
+    Args:
+        scenarios: Some of ``SCENARIOS``.
+        transports: Some of ``TRANSPORTS``; the usual way on gloo is measured always.
+        size: The tensor is bf16 ``[size, size]``; the small tensors shrink with it.
+        repeat: Measured runs of every operation.
+        timeout_seconds: For all of it.
+        progress: Told what is being done.
+
+    Returns:
+        By scenario: figures of every operation, and ratios.
+
+    Raises:
+        VerifyError: An operation brought a wrong element.
+        ConfigError: A size that cannot be cut.
+        EnvironmentNotSupported: Shared memory is asked for and /dev/shm has too little room.
+        RefitTimeout: The processes were not done in time.
+    """
+    cases = [case for scenario in scenarios for case in cases_of(scenario, size)]
+    shared: tuple[torch.Tensor, ...] = ()
+    arenas: tuple[torch.Tensor, ...] = ()
+    if "shm" in transports:
+        shared = tuple(torch.empty(max(c.numel(s) for c in cases), dtype=WORD) for s in range(SOURCES))
+        numel = max((BareStaged.arena_numel(case) for case in cases if len(case.shapes) == 1), default=0)
+        arenas = tuple(torch.empty(numel, dtype=WORD) for _ in range(SOURCES))
+        share_memory_([*shared, *arenas])
+        for memory in (*shared, *arenas):
+            memory.zero_()  # the pages are there at once
+    store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    setup = Setup(
+        store.host,
+        store.port,
+        Tokens(multiprocessing.get_context("spawn"), SIZE, timeout_seconds),
+        tuple(scenarios),
+        tuple(transports),
+        size,
+        repeat,
+        timedelta(seconds=min(60.0, timeout_seconds)),
+        shared,
+        arenas,
+    )
+    jobs = [Job(_label(rank), rank_main, (rank, setup)) for rank in range(SIZE)]
+    told: list[dict[str, dict[str, RankSamples]]] = run_jobs(jobs, timeout=timeout_seconds, progress=progress)
+    return {
+        "shape": [size, size],
+        "dtype": "bfloat16",
+        "repeat": repeat,
+        "transports": list(transports),
+        "scenarios": {
+            scenario: _report(scenario, size, put_together([samples[scenario] for samples in told]))
+            for scenario in scenarios
+        },
+    }
+
+
+def cases_of(scenario: str, size: int) -> list[Case]:
+    """The cases that a scenario measures side by side.
+
+    Raises:
+        ConfigError: There is no such scenario.
+    """
+    if scenario == "tp4":
+        return [Case("tp4", ((size, size),))]
+    if scenario == "tp2dp2":
+        return [Case("tp2dp2", ((size, size),), replicas=2)]
+    if scenario == "small-tensors":
+        shapes = small_shapes(_SMALL_TENSORS, _SMALL_NBYTES * size // 8192)
+        rows = sum(rows * columns for rows, columns in shapes) // 4096
+        return [Case("many", shapes), Case("one", ((rows, 4096),))]
+    raise ConfigError(f"There is no scenario {scenario!r}; choose from {', '.join(SCENARIOS)}.")
+
+
+def small_shapes(count: int, nbytes: int) -> tuple[tuple[int, int], ...]:
+    """Shapes of bf16 tensors between 4 KiB and 8 MiB, small ones as likely as large ones, about ``nbytes`` in all.
+
+    The sizes lie between the two as powers do: tensor i of n has 4 KiB * 2048 ** ((i / n) ** power), where power is what
+    makes the sum right; wide and narrow sizes alternate, so that neighbours differ.
+    """
+    low, high = 0.05, 64.0
+    for _ in range(60):
+        power = (low + high) / 2
+        low, high = (power, high) if sum(_sizes(count, power)) > nbytes else (low, power)
+    sizes = _sizes(count, (low + high) / 2)
+    mixed = [sizes[at * 787 % count] for at in range(count)]  # 787 is prime: every size once
+    shapes = []
+    for size in mixed:
+        columns = 256
+        while columns < 4096 and columns * columns * 8 < size:
+            columns *= 2
+        shapes.append((max(8, round(size / (2 * columns) / 8) * 8), columns))
+    short = -sum(rows * columns for rows, columns in shapes) % 8192  # the one tensor has whole pairs of rows of 4096
+    return (*shapes, (short // 256, 256)) if short else tuple(shapes)
+
+
+def _sizes(count: int, power: float) -> list[float]:
+    return [4096 * 2048 ** ((at / (count - 1)) ** power) for at in range(count)]
+
+
+def _label(rank: int) -> str:
+    return f"source {rank}" if rank < SOURCES else f"destination {rank - SOURCES}"
+
+
+# -- one rank ----------------------------------------------------------------------------------------------------------
+
+
+def rank_main(say: Callable[..., None], rank: int, setup: Setup) -> dict[str, dict[str, RankSamples]]:
+    """Measure every scenario as one rank; returns samples by scenario and operation."""
+    torch.set_num_threads(1)
+    store = dist.TCPStore(setup.host, setup.port, None, is_master=False, timeout=setup.timeout, wait_for_workers=False)
+    found = {}
+    for scenario in setup.scenarios:
+        say(f"{scenario}: connecting", aloud=rank == 0)
+        operations = _operations(scenario, rank, setup, dist.PrefixStore(scenario, store))
+        say(f"{scenario}: measuring {len(operations)} operations", aloud=rank == 0)
+        found[scenario] = measure(operations, rank, setup.tokens, repeat=setup.repeat)
+    setup.tokens.meet(rank)  # nobody closes what others still use
+    return found
+
+
+def _operations(scenario: str, rank: int, setup: Setup, store: dist.Store) -> list[tuple[Operation, Memory]]:
+    cases = cases_of(scenario, setup.size)
+    flat = torch.zeros(max(case.numel(rank) for case in cases), dtype=WORD)
+    private, landing = (flat, None) if rank < SOURCES else (None, flat)
+    memories = [Memory(case, rank, landing=landing, private=private, shared=setup.shared) for case in cases]
+    if scenario == "small-tensors":
+        return [pair for memory in memories for pair in _small(memory, setup, store)]
+    return [(operation, memories[0]) for operation in _one_tensor(memories[0], setup, store)]
+
+
+def _refits(
+    memory: Memory, setup: Setup, store: dist.Store, wanted: Mapping[str, Mapping[str, Any]]
+) -> list[tuple[Operation, Memory]]:
+    made: list[tuple[Operation, Memory]] = []
+    for name, options in wanted.items():
+        if options["transport"] in setup.transports:
+            group = gloo_group(store, name, memory.rank, SIZE, setup.timeout)
+            made.append((Refit(name, group, memory, timeout=setup.timeout, **options), memory))
+    return made
+
+
+def _one_tensor(memory: Memory, setup: Setup, store: dist.Store) -> list[Operation]:
+    timeout, with_shm = setup.timeout, "shm" in setup.transports
+    groups = Groups(store, memory.rank, timeout)
+    operations: list[Operation] = [
+        UsualWay(f"{form}{suffix}", groups, memory, form, chunk, timeout)
+        for form in FORMS
+        for suffix, chunk in _WHOLE_OR_CHUNKS.items()
+    ]
+    if with_shm:
+        transport = ShmTransport(dist.PrefixStore("usual", store), memory.rank, SIZE, timeout=timeout)
+        operations += [
+            UsualWayShm(f"gather_broadcast_shm{suffix}", transport, memory, chunk, timeout)
+            for suffix, chunk in _WHOLE_OR_CHUNKS.items()
+        ]
+    operations += [operation for operation, _ in _refits(memory, setup, store, _REFITS)]
+    if with_shm:
+        operations += [
+            BarePull("bare_pull", setup.tokens, memory),
+            BareStaged("bare_staged", setup.tokens, memory, setup.arenas),
+        ]
+    return [*operations, Memcpy("memcpy", memory)]
+
+
+def _small(memory: Memory, setup: Setup, store: dist.Store) -> list[tuple[Operation, Memory]]:
+    kinds = {f"{memory.case.name}_{name.removeprefix('reshard_')}": _REFITS[name] for name in _SMALL_REFITS}
+    return _refits(memory, setup, store, kinds)
+
+
+_WHOLE_OR_CHUNKS = {"/whole": None, "/chunks": CHUNK_NBYTES}
+_REFITS: dict[str, dict[str, Any]] = {
+    "point_to_point_gloo": {"strategy": "point-to-point", "transport": "torch_p2p", "shared": False},
+    "reshard_gloo": {"transport": "torch_p2p", "shared": False},
+    "reshard_shm": {"transport": "shm", "shared": True},
+    "reshard_shm_private": {"transport": "shm", "shared": False},
+    "reshard_shm_sum": {"transport": "shm", "shared": True, "verify": "sum"},
+    "reshard_shm_fingerprint": {"transport": "shm", "shared": True, "verify": "fingerprint"},
+}
+_SMALL_REFITS = ("reshard_gloo", "reshard_shm", "reshard_shm_private")
+
+# -- the report --------------------------------------------------------------------------------------------------------
+
+RATIOS = (
+    ("gather_broadcast_shm", "reshard_shm"),
+    ("gather_broadcast", "reshard_gloo"),
+    ("gather_broadcast", "reshard_shm"),
+    ("gather_broadcast", "point_to_point_gloo"),
+    ("gather_broadcast", "reshard_shm_private"),
+    ("reshard_shm", "bare_pull"),
+    ("reshard_shm_private", "bare_staged"),
+    ("memcpy", "bare_pull"),
+    ("reshard_shm_sum", "reshard_shm"),
+    ("reshard_shm_fingerprint", "reshard_shm"),
+)
+"""(a, b): how many times as long as b takes a."""
+
+
+def _report(scenario: str, size: int, figures: dict[str, Figures]) -> dict[str, Any]:
+    cases = cases_of(scenario, size)
+    report: dict[str, Any] = {
+        "tensors": {case.name: len(case.shapes) for case in cases},
+        "nbytes": cases[0].nbytes,
+        "landed_nbytes": cases[0].nbytes * cases[0].replicas,
+    }
+    if scenario == "small-tensors":
+        kinds = [name.removeprefix("many_") for name in figures if name.startswith("many_")]
+        report["ratios"] = {
+            f"cpu_seconds_{kind}": figures[f"many_{kind}"].median_cpu_seconds / figures[f"one_{kind}"].median_cpu_seconds
+            for kind in kinds
+        } | {
+            f"seconds_{kind}": figures[f"many_{kind}"].median_seconds / figures[f"one_{kind}"].median_seconds
+            for kind in kinds
+        }
+    else:
+        _choose(figures, [(f"{form}", form) for form in FORMS] + [("gather_broadcast_shm", "gather_broadcast_shm")])
+        forms = {form: figures[form] for form in FORMS}
+        fastest = min(forms, key=lambda form: forms[form].median_seconds)
+        figures["gather_broadcast"] = forms[fastest]
+        report["fastest_usual_way"] = fastest
+        report["ratios"] = {
+            f"{a} / {b}": figures[a].median_seconds / figures[b].median_seconds
+            for a, b in RATIOS
+            if a in figures and b in figures
+        }
+    report["operations"] = {name: figure.to_json() for name, figure in figures.items()}
+    return report
+
+
+def _choose(figures: dict[str, Figures], wanted: Sequence[tuple[str, str]]) -> None:
+    """Add, for every name, the faster of whole and in chunks."""
+    for name, stem in wanted:
+        ways = [figures[stem + suffix] for suffix in _WHOLE_OR_CHUNKS if stem + suffix in figures]
+        if ways:
+            figures[name] = min(ways, key=lambda figure: figure.median_seconds)

@@ -1,0 +1,234 @@
+"""What is to be planned, as the command line gives it: a saved plan, two manifests, one tensor, or a whole model."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import click
+
+from reshard.cli.model_files import read_model
+from reshard.cli.shorthand import WorldText, one_tensor, parse_shape, place, whole_model
+from reshard.errors import ConfigError, ManifestError, PlanError, ReshardError
+from reshard.layouts.manifest import Manifest
+from reshard.layouts.placement import SPLITS, Split
+from reshard.plan.plan import STRATEGIES, Plan, plan_refit
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+Verb = TypeVar("Verb", bound="Callable[..., Any]")
+
+FORMS = (
+    "Give --source and --destination (manifest files, or shorthands with --shape or --model), or --plan with a saved "
+    "plan."
+)
+MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """What was asked: both sides, and the plan itself where a saved one was given; remarks go to stderr."""
+
+    source: Manifest
+    destinations: tuple[Manifest, ...]
+    saved: Plan | None = None
+    remarks: tuple[str, ...] = ()
+
+    def plan(self, strategy: str | None) -> Plan:
+        """The saved plan as it is, or a new one; a strategy that differs from the saved plan's makes a new one.
+
+        Raises:
+            ManifestError, CoverageError: The two sides do not fit together.
+        """
+        if self.saved is not None and strategy in (None, self.saved.strategy):
+            return self.saved
+        topology = None if self.saved is None else self.saved.topology
+        return plan_refit(self.source, self.destinations, topology, strategy=strategy or STRATEGIES[0])
+
+    def remark(self) -> None:
+        """Say on stderr what the caller should know."""
+        for remark in self.remarks:
+            click.echo(remark, err=True)
+
+
+_OPTIONS = (
+    click.option(
+        "--source",
+        metavar="WORLD",
+        help="The side that has the weights: a manifest file, or a shorthand such as 'fsdp=2 [fsdp, -]'.",
+    ),
+    click.option(
+        "--destination",
+        "destinations",
+        metavar="WORLD",
+        multiple=True,
+        help="The side that needs them, likewise; several for several worlds.",
+    ),
+    click.option("--shape", metavar="SHAPE", help="One tensor of this shape (8192x8192); both sides are shorthands."),
+    click.option("--dtype", metavar="DTYPE", help="Its dtype.  [default: bfloat16]"),
+    click.option("--rule", type=click.Choice(SPLITS), help="How sizes that do not divide are cut.  [default: ceil]"),
+    click.option(
+        "--model",
+        metavar="PATH",
+        type=click.Path(path_type=Path),
+        help="A whole model: a folder with safetensors files, one such file, or a JSON file of names and shapes; both "
+        "sides are shorthands such as 'fsdp8' and 'tp4 dp2'.",
+    ),
+    click.option("--same-ranks", is_flag=True, help="The destination's ranks are the source's; else they follow."),
+    click.option("--plan", "saved", metavar="FILE", help="A saved plan instead."),
+)
+
+
+def problem_options(verb: Verb) -> Verb:
+    """Add the options by which a verb is told what to plan."""
+    for option in reversed(_OPTIONS):
+        verb = option(verb)
+    return verb
+
+
+def read_problem(
+    *,
+    source: str | None,
+    destinations: tuple[str, ...],
+    shape: str | None,
+    dtype: str | None,
+    rule: str | None,
+    model: Path | None,
+    same_ranks: bool,
+    saved: str | None,
+) -> Problem:
+    """Read what is to be planned from the values of ``problem_options``.
+
+    Raises:
+        click.UsageError: Options that do not go together, or too few.
+        ReshardError: A file or a shorthand that does not say what it should.
+    """
+    _refuse_mixed(source, destinations, shape, dtype, rule, model, same_ranks, saved)
+    if saved is not None:
+        plan = read_plan(saved)
+        return Problem(plan.src, plan.dst, plan)
+    if source is None or not destinations:
+        raise click.UsageError(FORMS)
+    if shape is None and model is None:
+        return _from_files(source, destinations, same_ranks)
+    here, there = WorldText.parse(source), [WorldText.parse(text) for text in destinations]
+    held, wanted = place(here, there, same_ranks=same_ranks)
+    if shape is not None:
+        size, name, split = parse_shape(shape), dtype or "bfloat16", cast("Split", rule or "ceil")
+        return Problem(
+            one_tensor(here, held, size, name, split),
+            tuple(one_tensor(world, mesh, size, name, split) for world, mesh in zip(there, wanted, strict=True)),
+        )
+    assert model is not None
+    files = read_model(model)
+    both = Problem(
+        whole_model(here, held, files),
+        tuple(whole_model(world, mesh, files) for world, mesh in zip(there, wanted, strict=True)),
+    )
+    if files.heads is None and any(dict(world.axes).get("tp", 1) > 1 for world in (here, *there)):
+        remark = f"No config.json beside {model}: tp cuts q, k and v into equal rows, wherever their heads begin."
+        return Problem(both.source, both.destinations, None, (remark,))
+    return both
+
+
+def _refuse_mixed(
+    source: str | None,
+    destinations: tuple[str, ...],
+    shape: str | None,
+    dtype: str | None,
+    rule: str | None,
+    model: Path | None,
+    same_ranks: bool,
+    saved: str | None,
+) -> None:
+    if saved is not None and (source or destinations or shape or dtype or rule or model or same_ranks):
+        raise click.UsageError("--plan already says what both sides hold; leave the other options out.")
+    if shape is not None and model is not None:
+        raise click.UsageError("--shape is one tensor and --model many; give one of them.")
+    if shape is None and (dtype or rule):
+        raise click.UsageError("--dtype and --rule describe the tensor of --shape; give that too.")
+    if [source, *destinations, saved].count("-") > 1:
+        raise click.UsageError("Stdin ('-') can be read once.")
+
+
+def _from_files(source: str, destinations: tuple[str, ...], same_ranks: bool) -> Problem:
+    if same_ranks:
+        raise click.UsageError("--same-ranks is for shorthands; manifests of the same processes name the same world.")
+    for text in (source, *destinations):
+        if "=" in text and not Path(text).exists():
+            raise click.UsageError(f"{text!r} is no file. A shorthand needs --shape or --model too.")
+    return Problem(read_manifest(source), tuple(read_manifest(path) for path in destinations))
+
+
+def read_json(path: str) -> Any:
+    """Read JSON from a file, or from stdin for ``-``.
+
+    Raises:
+        ConfigError: There is no such file, or it is not JSON.
+    """
+    try:
+        text = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
+        return json.loads(text)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+    except (ValueError, RecursionError) as error:  # not JSON, or not even text
+        raise ConfigError(f"{_named(path)} is not JSON: {error}.") from error
+
+
+def read_manifest(path: str) -> Manifest:
+    """Read a manifest that ``Manifest.to_json`` wrote.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        ManifestError: It is not a manifest, or one that only its own rank can read.
+    """
+    data = read_json(path)
+    try:
+        manifest = Manifest.from_json(data)
+    except MALFORMED as error:
+        raise ManifestError(f"{_named(path)} is not a manifest (Manifest.to_json): {_cause(error)}.") from error
+    for entry in manifest.entries:
+        if any(rank < 0 for holding in entry.holdings for rank in holding.ranks):
+            raise ManifestError(
+                f"{_named(path)}: {entry.spec.name!r} is held by the rank that wrote the file, whose number it does "
+                f"not say. Save what all ranks have agreed on: the manifests of a compiled refit's plan (.plan.src).",
+                tensor=entry.spec.name,
+            )
+    return manifest
+
+
+def read_plan(path: str) -> Plan:
+    """Read a plan that ``Plan.to_json`` wrote; its routes are taken as they are.
+
+    Raises:
+        ConfigError: The file cannot be read.
+        PlanError: It is not a saved plan.
+    """
+    return plan_of(read_json(path), path)
+
+
+def plan_of(data: Any, path: str) -> Plan:
+    """The plan in a file's JSON.
+
+    Raises:
+        PlanError: It is not a saved plan.
+        ManifestError, CoverageError: The two sides that it says it is for do not fit together.
+    """
+    try:
+        return Plan.from_json(data)
+    except ReshardError:
+        raise
+    except MALFORMED as error:
+        raise PlanError(f"{_named(path)} is not a saved plan (Plan.to_json): {_cause(error)}.") from error
+
+
+def _named(path: str) -> str:
+    return "stdin" if path == "-" else path
+
+
+def _cause(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
