@@ -29,12 +29,14 @@ STANDS_ON = {
     "integrations": "refit",
     "__init__": "integrations models report",  # the public names
     "demo": "__init__",
-    "cli": "demo",
+    "bench": "__init__",
+    "cli": "demo bench",
     "__main__": "cli",
     "testing": "cli",  # everything; and nothing but tests imports it
 }
 PURE = ("errors", "version", "units", "layouts", "topology", "models", "plan", "schedule", "simulate", "report")
-TORCH = ("transports", "refit/runner.py", "integrations", "demo", "cli", "testing")
+REFIT_WITH_TORCH = tuple(f"refit/{name}.py" for name in ("agreement", "collective", "compiled", "group", "runner"))
+TORCH = ("transports", *REFIT_WITH_TORCH, "integrations", "demo", "bench", "cli", "testing")
 NO_NUMPY = ("errors.py", "units.py", "layouts", "topology")
 
 MODULES = {path.relative_to(SRC).as_posix(): ast.parse(path.read_text("utf-8")) for path in sorted(SRC.rglob("*.py"))}

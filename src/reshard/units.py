@@ -47,6 +47,15 @@ def format_nbytes(nbytes: int) -> str:
     return f"{nbytes} B"
 
 
+def count(number: int, one: str, many: str | None = None) -> str:
+    """A number with its noun.
+
+    >>> count(1, "tensor"), count(3, "class", "classes")
+    ('1 tensor', '3 classes')
+    """
+    return f"{number} {one if number == 1 else many or one + 's'}"
+
+
 def format_seconds(seconds: float) -> str:
     """Print a duration with three significant digits.
 

@@ -19,12 +19,3 @@ def pool():
     with ProcessPool(6) as processes:
         yield processes
 
-
-@pytest.fixture(autouse=True)
-def _groups_end():
-    """Give back what the library keeps for the groups of a test."""
-    yield
-    from reshard.refit.group import _GROUPS
-
-    for _, group in list(_GROUPS.values()):
-        group.close()

@@ -81,9 +81,8 @@ def refit(
 
     def body(ctx: RankContext):
         src, dst = declare(ctx.rank)
-        compiled = reshard.compile_refit(
-            ctx.process_group("refit"), src=src, dst=dst, timeout=TIMEOUT, **options
-        )
+        group = ctx.process_group("refit")
+        compiled = reshard.compile_refit(group, src=src, dst=dst, timeout=TIMEOUT, **options)
         return compiled.run(TIMEOUT), compiled
 
     return threads(size, body)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 from datetime import timedelta
 
@@ -55,5 +56,14 @@ def test_a_tensor_of_more_than_two_to_the_32_elements_arrives_whole():
 
 def test_64_sources_fill_one_destination_shard(transport):
     full = arange(130, 3)  # 64 ranks hold 3, ..., 3, 1, 0, ... rows
-    reports = lands_right(full, split((130, 3), list(range(64)), ("x",)), split((130, 3), [64], ()), 65, transport=transport)
+    reports = lands_right(
+        full, split((130, 3), list(range(64)), ("x",)), split((130, 3), [64], ()), 65, transport=transport
+    )
     assert reports[64].wire_nbytes == full.nbytes
+
+
+@pytest.fixture(autouse=True)
+def _connections_end():
+    """Let the thousands of connections of a test end before the next one is timed."""
+    yield
+    gc.collect()

@@ -152,7 +152,8 @@ def test_TH_01_a_rank_killed_inside_the_transfer_is_named_long_before_the_deadli
 def test_TH_01_a_reader_killed_while_it_reads_memory_in_place_is_named(pool):
     told = pool.run(_dies_inside, "shm", 3, 1, True, ranks=RANKS, timeout=30, may_die={3})
     assert isinstance(told[3], Died)
-    assert told[0][1] == told[1][1] == 3, "both sources waited for it"
+    assert 3 in (told[0][1], told[1][1]), "both sources wait for it; one may hear of it through the other"
+    assert all("rank 3" in told[rank][2] for rank in (0, 1))
     assert max(told[0][3], told[1][3]) < TIMEOUT.total_seconds() / 2
 
 

@@ -110,6 +110,16 @@ def drains(schedule, window):
 
 
 @pytest.mark.parametrize("window", [1, 2, 64])
+@pytest.mark.parametrize("dst_ranks", [[1, 0], [1, 2, 0], [2, 0, 3, 1]], ids=str)
+def test_OD_02_ranks_that_both_send_and_receive_drain_with_any_window(dst_ranks, window):
+    size = len(dst_ranks)
+    src, dst = split((12, 12), list(range(size)), ("x",)), split((12, 12), dst_ranks, ("x",))
+    assert drains(plan_schedule(plan_refit(src, dst), staging_nbytes=256), window)
+    by_columns = split((12, 12), dst_ranks, (None, "x"))
+    assert drains(plan_schedule(plan_refit(src, by_columns), staging_nbytes=256), window)
+
+
+@pytest.mark.parametrize("window", [1, 2, 64])
 def test_OD_02_any_window_of_open_operations_drains(window):
     _, src, dst = many_tensors()
     schedule = plan_schedule(plan_refit(src, dst), staging_nbytes=64 << 10, bucket_nbytes=512, depth=2)
@@ -121,18 +131,18 @@ def test_OD_02_any_window_of_open_operations_drains(window):
 
 
 def test_OD_02_the_simulator_sees_a_cycle_where_two_ends_disagree():
-    """Two ranks that swap bytes, one of which would rather receive last: a window of one operation never ends."""
-    left, right = split((4,), [0, 1], ("x",)), split((4,), [1, 0], ("x",))
-    schedule = plan_schedule(plan_refit(left, right))
+    """One source to two destinations, which it serves in an order that the second does not expect of it."""
+    schedule = plan_schedule(plan_refit(*(split((8, 8), ranks, p) for ranks, p in (([0, 1], ("x",)), ([2, 3], ())))))
 
     class Unruly:
         plan = schedule.plan
 
         @staticmethod
         def for_rank(rank):
-            return sorted(schedule.for_rank(rank), key=lambda op: op.kind)
+            backwards = rank in (1, 3)
+            return sorted(schedule.for_rank(rank), key=lambda op: -op.peer if backwards else op.peer)
 
-    assert drains(schedule, 2)
+    assert drains(schedule, 1)
     assert not drains(Unruly, 1)
 
 

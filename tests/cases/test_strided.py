@@ -55,7 +55,9 @@ def _fsdp_over_tp(ctx, shape):
         reshard.reshard(module.weight, None, timeout=TIMEOUT)
         mine = module.weight.to_local().flatten().tolist()
         layouts = Layout.candidates_from_dtensor(module.weight)
-        return mine, [[n for box in one.boxes(ctx.rank) for n in full[_rows(box)].flatten().tolist()] for one in layouts]
+        return mine, [
+            [n for box in one.boxes(ctx.rank) for n in full[_rows(box)].flatten().tolist()] for one in layouts
+        ]
 
 
 def _rows(box):

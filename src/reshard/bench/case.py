@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 SOURCES, DESTINATIONS = 2, 4
 SIZE = SOURCES + DESTINATIONS
 DTYPE = torch.bfloat16
-WORD = torch.int16  # values are compared as bits: half of all bit patterns of a float are equal to no other, or not at all
+WORD = (
+    torch.int16
+)  # values are compared as bits: half of all bit patterns of a float are equal to no other, or not at all
 POISON = -1
 
 
@@ -67,7 +69,10 @@ class Case:
         destination = Mesh({"dp": self.replicas, "tp": self.tp}, range(SOURCES, SIZE))
         boxes: list[list[Box]] = [[] for _ in range(SIZE)]
         for shape in self.shapes:
-            rows, columns = Layout(shape, DTYPE, source, ("fsdp", None)), Layout(shape, DTYPE, destination, (None, "tp"))
+            rows, columns = (
+                Layout(shape, DTYPE, source, ("fsdp", None)),
+                Layout(shape, DTYPE, destination, (None, "tp")),
+            )
             for rank, held in enumerate(boxes):
                 held.extend((rows if rank < SOURCES else columns).boxes(rank))
         return tuple(tuple(held) for held in boxes)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 SCENARIOS = ("tp4", "tp2dp2", "small-tensors")
 TRANSPORTS = ("torch_p2p", "shm")
 CHUNK_NBYTES = 8 << 20
-_SMALL_TENSORS, _SMALL_NBYTES = 2000, 10**9
+_SMALL_TENSORS, _SMALL_NBYTES, _ONE_WIDTH = 2000, 10**9, 2048
 
 
 @dataclass(frozen=True)
@@ -128,31 +128,31 @@ def cases_of(scenario: str, size: int) -> list[Case]:
         return [Case("tp2dp2", ((size, size),), replicas=2)]
     if scenario == "small-tensors":
         shapes = small_shapes(_SMALL_TENSORS, _SMALL_NBYTES * size // 8192)
-        rows = sum(rows * columns for rows, columns in shapes) // 4096
-        return [Case("many", shapes), Case("one", ((rows, 4096),))]
+        # As wide as most bytes of the small ones are, so that runs of memory are as long and only the number differs.
+        numel = sum(rows * columns for rows, columns in shapes)
+        return [Case("many", shapes), Case("one", ((-(-numel // (SOURCES * _ONE_WIDTH)) * SOURCES, _ONE_WIDTH),))]
     raise ConfigError(f"There is no scenario {scenario!r}; choose from {', '.join(SCENARIOS)}.")
 
 
 def small_shapes(count: int, nbytes: int) -> tuple[tuple[int, int], ...]:
-    """Shapes of bf16 tensors between 4 KiB and 8 MiB, small ones as likely as large ones, about ``nbytes`` in all.
+    """Shapes of bf16 tensors between 4 KiB and 8 MiB, as square as powers of two allow, about ``nbytes`` in all.
 
-    The sizes lie between the two as powers do: tensor i of n has 4 KiB * 2048 ** ((i / n) ** power), where power is what
-    makes the sum right; wide and narrow sizes alternate, so that neighbours differ.
+    Tensor i of n, in order of size, has 4 KiB * 2048 ** ((i / n) ** power), where power is what makes the sum right.
+    They are then mixed, so that neighbours differ in size.
     """
     low, high = 0.05, 64.0
     for _ in range(60):
         power = (low + high) / 2
         low, high = (power, high) if sum(_sizes(count, power)) > nbytes else (low, power)
     sizes = _sizes(count, (low + high) / 2)
-    mixed = [sizes[at * 787 % count] for at in range(count)]  # 787 is prime: every size once
     shapes = []
-    for size in mixed:
+    for at in range(count):
+        size = sizes[at * 787 % count]  # 787 is prime: every size once
         columns = 256
-        while columns < 4096 and columns * columns * 8 < size:
+        while columns < 2048 and 2 * columns * columns < size:
             columns *= 2
         shapes.append((max(8, round(size / (2 * columns) / 8) * 8), columns))
-    short = -sum(rows * columns for rows, columns in shapes) % 8192  # the one tensor has whole pairs of rows of 4096
-    return (*shapes, (short // 256, 256)) if short else tuple(shapes)
+    return tuple(shapes)
 
 
 def _sizes(count: int, power: float) -> list[float]:
@@ -267,7 +267,8 @@ def _report(scenario: str, size: int, figures: dict[str, Figures]) -> dict[str, 
     if scenario == "small-tensors":
         kinds = [name.removeprefix("many_") for name in figures if name.startswith("many_")]
         report["ratios"] = {
-            f"cpu_seconds_{kind}": figures[f"many_{kind}"].median_cpu_seconds / figures[f"one_{kind}"].median_cpu_seconds
+            f"cpu_seconds_{kind}": figures[f"many_{kind}"].median_cpu_seconds
+            / figures[f"one_{kind}"].median_cpu_seconds
             for kind in kinds
         } | {
             f"seconds_{kind}": figures[f"many_{kind}"].median_seconds / figures[f"one_{kind}"].median_seconds

@@ -73,7 +73,9 @@ def prove_saved(file: str) -> tuple[Plan, Proof]:
     except ReshardError as error:
         raise ProofError(f"The plan cannot be replayed. {error.message}") from error
     except MALFORMED as error:
-        raise ProofError(f"The plan cannot be replayed: a route names what the plan does not have ({error}).") from error
+        raise ProofError(
+            f"The plan cannot be replayed: a route names what the plan does not have ({error})."
+        ) from error
     if data.get("version") != __version__:
         click.echo(f"Saved by version {data.get('version')}, whose digests differ; digests are not compared.", err=True)
     elif plan.digest != data.get("digest"):

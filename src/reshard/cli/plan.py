@@ -48,6 +48,18 @@ def plan(strategy: str | None, staging: int, output: str | None, as_json: bool, 
 
     Prints what goes over the wire and in how many rounds. With --json everything but plan_seconds, which is measured,
     is the same for the same question.
+
+    A shorthand names mesh axes with their sizes and, in brackets, what splits each dim of the tensor:
+
+    \b
+      fsdp=2 [fsdp, -]            rows over 2 ranks
+      dp=2 tp=4 [-, tp] @8        columns over 4, twice, on ranks 8 to 15
+      fsdp=2 tp=2 [tp+fsdp, -]    rows cut by tp, each part again by fsdp
+      fsdp=2 [fsdp/4, -]          rows cut into 4 runs, each run by fsdp
+      dp=2 []                     a copy on each of 2 ranks
+
+    Without @ the source's ranks count from 0 and the destination's follow. With --model only axes are given, fsdp and
+    tp and dp; the names of a dense Llama-like model say what tp splits.
     """
     if output is not None and strategy == "all":
         raise click.UsageError("--output writes one plan; choose one --strategy.")

@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import CoverageError
-from reshard.plan.cells import Cell, Claim, find_cells, mask_of, ranks_of
+from reshard.errors import CoverageError, ManifestError
+from reshard.plan.cells import BoxIndex, Cell, Claim, find_cells, mask_of, ranks_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -97,6 +97,7 @@ def make_patterns(
     for tensors in groups.values():
         spec = specs[tensors[0]]
         held, needed = _claims(spec, src[tensors[0]]), _claims(spec, dst[tensors[0]])
+        _check_wanted_once(spec, needed, rank_name)
         cells = find_cells(spec.shape, held, needed)
         _check_covered(spec, held, cells, rank_name)
         patterns.append(Pattern(spec.shape, spec.itemsize, held, needed, cells, tuple(tensors)))
@@ -116,6 +117,20 @@ def _claims(spec: TensorSpec, holdings: Holdings) -> tuple[Claim, ...]:
         for box, ranks in holding.boxes(spec):
             masks[box] = masks.get(box, 0) | mask_of(ranks)
     return tuple(sorted(masks.items()))
+
+
+def _check_wanted_once(spec: TensorSpec, needed: Sequence[Claim], rank_name: Callable[[int], str]) -> None:
+    """Refuse a rank that wants an element twice, through two layouts of one tensor."""
+    index = BoxIndex(needed)
+    for box, mask in needed:
+        for shared, other, ranks in index.overlapping(box):
+            if other != box and mask & ranks:
+                raise ManifestError(
+                    f"{spec.name!r}: {rank_name(ranks_of(mask & ranks)[0])} wants {shared} twice, in {box} and in "
+                    f"{other}. A rank has one layout of a tensor; describe a second copy as another tensor.",
+                    tensor=spec.name,
+                    box=shared,
+                )
 
 
 def _check_covered(

@@ -22,7 +22,7 @@ from reshard.plan.proof import Proof, prove
 from reshard.plan.routes import Route, choose_routes
 from reshard.plan.strings import ByteString, Item
 from reshard.topology.topology import ONE_HOST, Topology
-from reshard.units import format_nbytes, parse_nbytes
+from reshard.units import count, format_nbytes, parse_nbytes
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -172,10 +172,11 @@ class Plan:
         sent, received = self.sent_nbytes(), self.received_nbytes()
         model_nbytes = sum(spec.nbytes for spec in self.specs)
         lines = [
-            f"{self.strategy}: {len(self.specs)} tensors, {format_nbytes(model_nbytes)} in one copy",
-            f"  on the wire {format_nbytes(self.wire_nbytes)} over {len(pairs)} pairs, "
+            f"{self.strategy}: {count(len(self.specs), 'tensor')}, {format_nbytes(model_nbytes)} in one copy",
+            f"  on the wire {format_nbytes(self.wire_nbytes)} over {count(len(pairs), 'pair')}, "
             f"within ranks {format_nbytes(self.local_nbytes)}, wanted {format_nbytes(self.needed_nbytes)}",
-            f"  {len(self.patterns)} patterns, {len(self.classes)} route classes, {len(self.routes)} routes",
+            f"  {count(len(self.patterns), 'pattern')}, {count(len(self.classes), 'route class', 'route classes')}, "
+            f"{count(len(self.routes), 'route')}",
         ]
         if pairs:
             top, low = max(sent, key=lambda r: (sent[r], -r)), max(received, key=lambda r: (received[r], -r))

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ProofError
 from reshard.plan.cells import BoxIndex, ranks_of
+from reshard.plan.strings import ByteString
+from reshard.units import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,8 +41,9 @@ class Proof:
 
     def __str__(self) -> str:
         return (
-            f"proven: {self.tensors} tensors in {self.patterns} patterns, {self.cells} cells, {self.classes} classes, "
-            f"{self.routes} routes; {self.delivered_nbytes} bytes delivered exactly once"
+            f"proven: {count(self.tensors, 'tensor')} in {count(self.patterns, 'pattern')}, "
+            f"{count(self.cells, 'cell')}, {count(self.classes, 'class', 'classes')}, {count(self.routes, 'route')}; "
+            f"{count(self.delivered_nbytes, 'byte')} delivered exactly once"
         )
 
 
@@ -65,11 +68,15 @@ def prove(
     _prove_classes(specs, patterns, classes)
     by_class: dict[int, list[Route]] = {at: [] for at in range(len(classes))}
     for route in routes:
+        if route.route_class not in by_class:
+            raise ProofError(f"A route names class {route.route_class}; the plan has {len(classes)}.")
         by_class[route.route_class].append(route)
     delivered = sum(
         _replay(_label(specs, patterns, classes[at]), classes[at], members, rank_name)
         for at, members in by_class.items()
     )
+    for at, members in by_class.items():
+        _check_cuts(specs, patterns, classes[at], members)
     if delivered != needed:
         raise ProofError(f"The routes deliver {delivered} bytes, the destination boxes hold {needed}.")
     cells = sum(len(pattern.cells) for pattern in patterns)
@@ -147,6 +154,20 @@ def _prove_classes(specs: Sequence[TensorSpec], patterns: Sequence[Pattern], cla
                 raise ProofError(f"{name!r}: cell {cell.box} is in {filed.get((at, cell.box), 0)} classes, not in one.")
 
 
+def _check_cuts(
+    specs: Sequence[TensorSpec], patterns: Sequence[Pattern], cls: RouteClass, routes: Sequence[Route]
+) -> None:
+    """Check that no route begins or ends inside an element or a granule."""
+    edges = {edge for route in routes for edge in (route.start, route.stop)} - {0, cls.nbytes}
+    if not edges:
+        return
+    string = ByteString(cls.items(patterns), specs)
+    for edge in sorted(edges):
+        if string.floor(edge) != edge:
+            label = _label(specs, patterns, cls)
+            raise ProofError(f"{label!r}: a route is cut at byte {edge} of its class, inside an element or a granule.")
+
+
 def _replay(label: str, cls: RouteClass, routes: Sequence[Route], rank_name: Callable[[int], str]) -> int:
     """Run a class's routes in order on labels; the bytes that arrive where they are needed."""
     landed: dict[int, list[tuple[int, int]]] = {}
@@ -154,6 +175,8 @@ def _replay(label: str, cls: RouteClass, routes: Sequence[Route], rank_name: Cal
         if not 0 <= route.start < route.stop <= cls.nbytes:
             raise ProofError(f"{label!r}: a route carries bytes [{route.start}, {route.stop}) of {cls.nbytes}.")
         for sender, receiver in route.edges:
+            if min(sender, receiver) < 0:
+                raise ProofError(f"{label!r}: a route names rank {min(sender, receiver)}.")
             if not cls.holders >> sender & 1 and not _covers(landed.get(sender, []), route.start, route.stop):
                 raise ProofError(
                     f"{label!r}: {rank_name(sender)} sends bytes [{route.start}, {route.stop}) of a class of "

@@ -1,11 +1,12 @@
 """Meeting: the control plane, where ranks exchange small values over a store before any byte of weights moves.
 
 Everything goes by exact keys, one a rank and call, so that a silent rank can be named, and so that a rank that is late
-or gone harms no connection of the data plane. One exchange costs four round trips to the store::
+or gone harms no connection of the data plane. One exchange costs a few round trips to the store::
 
-    set(mine)   wait(everyone's)   get(everyone's)   delete(mine of the call before)
+    set(mine)   count += 1, the last one sets the word   delete(mine of two calls ago)   wait(word)   get(everyone's)
 
-The deletion is safe: that everyone's key of this call is there shows that every rank has finished the call before.
+A rank that fails sets the word instead, so nobody waits for it. The deletion is safe: that this rank has finished the
+call before shows that everyone has begun it, and so has finished the one before that.
 """
 
 from __future__ import annotations
@@ -24,8 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
 _SAID, _FAILED, _EXPIRED = b"+", b"-", b"!"
-_FIRST_LOOK_SECONDS, _LONGEST_LOOK_SECONDS = 0.1, 1.0
-"""How long one wait at the store lasts before a look at whether some rank has failed; it doubles from first to last."""
+_ALL_HERE = b"all here"
 
 
 class Meeting:
@@ -49,6 +49,7 @@ class Meeting:
         self._store = store
         self._calls = 0
         self._old_keys: list[str] = []
+        self._last_keys: list[str] = []
         self._broken: str | None = None
 
     def exchange(self, label: str, payload: bytes, deadline: Deadline | None = None) -> list[bytes]:
@@ -67,12 +68,14 @@ class Meeting:
             return [payload]
         with self._store_errors(label):
             self._set(self._key(call, self.rank), _encode(_SAID, label, payload))
+            if self._store.add(self._count_key(call), 1) == self.size:
+                self._set(self._word_key(call), _ALL_HERE)
+        self._forget(call)
         keys = [self._key(call, rank) for rank in range(self.size)]
-        if not self._await_all(keys, call, label, deadline):
+        if not self._await_word(call, label, deadline):
             self._expire(keys, call, label, deadline)
         with self._store_errors(label):
             told = [_decode(value) for value in _get_all(self._store, keys)]
-        self._forget(call)
         for rank, (status, their_label, value) in enumerate(told):
             if their_label != label:
                 self._break(
@@ -91,7 +94,7 @@ class Meeting:
             return
         with self._store_errors(label):
             self._say_failed(call, label, _FAILED, message.encode())
-        self._old_keys += [self._key(call, self.rank), self._failure_key(call)]
+        self._keep_old_keys()
 
     def _next_call(self, label: str) -> int:
         if self._broken is not None:
@@ -105,16 +108,19 @@ class Meeting:
     def _key(self, call: int, rank: int) -> str:
         return f"{self.scope}/{call}/{rank}"
 
-    def _failure_key(self, call: int) -> str:
-        return f"{self.scope}/{call}/failed"
+    def _count_key(self, call: int) -> str:
+        return f"{self.scope}/{call}/count"
+
+    def _word_key(self, call: int) -> str:
+        return f"{self.scope}/{call}/word"
 
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type] # torch takes bytes too, its stubs do not say so
 
     def _say_failed(self, call: int, label: str, status: bytes, value: bytes) -> None:
-        """Leave word where ranks look that wait for others, and in the place of this rank's own payload."""
-        self._set(self._failure_key(call), self.rank.to_bytes(4, "big") + _encode(status, label, value))
+        """Leave word for those who wait for all, and in the place of this rank's own payload."""
         self._set(self._key(call, self.rank), _encode(status, label, value))
+        self._set(self._word_key(call), self.rank.to_bytes(4, "big") + _encode(status, label, value))
 
     def _raise_failure(self, rank: int, label: str, status: bytes, value: bytes) -> NoReturn:
         if status == _FAILED:
@@ -134,28 +140,23 @@ class Meeting:
             ranks=tuple(silent),
         )
 
-    def _await_all(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> bool:
-        """Wait until all keys are there; False at the deadline, `PeerError` once a rank has failed."""
-        look = _FIRST_LOOK_SECONDS
-        while True:
-            seconds = max(0.001, min(look, deadline.remaining()))
-            look = min(2 * look, _LONGEST_LOOK_SECONDS)
-            try:
-                self._store.wait(list(keys), timedelta(seconds=seconds))
-            except RuntimeError:
-                # Not all there yet, or the store is lost; in the second case the next question fails too.
-                with self._store_errors(label):
-                    if self._store.check(list(keys)):
-                        return True
-                    if self._store.check([self._failure_key(call)]):
-                        word = self._store.get(self._failure_key(call))
-                        self._old_keys.append(self._key(call, self.rank))
-                        status, _, value = _decode(word[4:])
-                        self._raise_failure(int.from_bytes(word[:4], "big"), label, status, value)
-                if deadline.expired:
+    def _await_word(self, call: int, label: str, deadline: Deadline) -> bool:
+        """Wait for the word that all are here; False at the deadline, `PeerError` once a rank has failed."""
+        word_key = self._word_key(call)
+        try:
+            self._store.wait([word_key], timedelta(seconds=max(0.001, deadline.remaining())))
+        except RuntimeError:
+            # Not there, or the store is lost; in the second case the next question fails too.
+            with self._store_errors(label):
+                if not self._store.check([word_key]):
                     return False
-            else:
-                return True
+        with self._store_errors(label):
+            word = self._store.get(word_key)
+        if word != _ALL_HERE:
+            self._keep_old_keys()
+            status, _, value = _decode(word[4:])
+            self._raise_failure(int.from_bytes(word[:4], "big"), label, status, value)
+        return True
 
     def _expire(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> None:
         """Raise `RefitTimeout` if some rank is silent still, and see to it that no rank thinks that all went well."""
@@ -167,11 +168,18 @@ class Meeting:
         self._raise_timeout(self.rank, label, deadline.seconds, silent)
 
     def _forget(self, call: int) -> None:
-        """Delete this rank's keys of earlier calls, which nobody needs any more."""
-        old, self._old_keys = self._old_keys, [self._key(call, self.rank)]
-        for key in old:
+        """Delete what this rank left in the call before the last, which every rank has finished; made while it waits."""
+        done, self._old_keys = self._old_keys, self._last_keys
+        self._last_keys = [self._key(call, self.rank)]
+        if self.rank == 0:
+            self._last_keys += [self._count_key(call), self._word_key(call)]
+        for key in done:
             with contextlib.suppress(RuntimeError):  # a store that cannot delete grows; that is all
                 self._store.delete_key(key)
+
+    def _keep_old_keys(self) -> None:
+        """Leave all keys so far in the store: after a failure a late rank may not have read them yet."""
+        self._old_keys, self._last_keys = [], []
 
     def _break(self, message: str, rank: int) -> NoReturn:
         self._broken = message

@@ -293,6 +293,10 @@ class ShmTransport(Transport):
     def abort(self, reason: str) -> None:
         self._end(f"aborted: {reason}", None, reason)
 
+    def __del__(self) -> None:
+        with contextlib.suppress(Exception):
+            self.close()
+
     def close(self) -> None:
         if self._closed:
             return
