@@ -18,4 +18,3 @@ def pool():
     """Six real processes, kept from test to test."""
     with ProcessPool(6) as processes:
         yield processes
-

@@ -7,7 +7,7 @@ import torch
 from tests.cases.dense import POISON, TIMEOUT, arange, lands_right, refit, refused_refit, same_bits, split
 
 import reshard
-from reshard.errors import LayoutError, ManifestError, ReshardError
+from reshard.errors import BindingError, LayoutError, ManifestError, PeerError, ReshardError
 from reshard.layouts.manifest import Manifest
 from reshard.testing.processes import threads
 
@@ -55,11 +55,10 @@ def test_DQ_02_a_source_that_advertises_another_dtype_than_it_stores_is_refused(
 
     def body(ctx):
         group = ctx.process_group("advertised")
+        held = {"src": arange(6, 4), "src_layout": layout}
+        wanted = {"dst": target, "dst_layout": target_layout}
         with pytest.raises(ReshardError) as caught:
-            if ctx.rank == 0:
-                reshard.reshard(arange(6, 4), src_layout=layout, group=group, timeout=TIMEOUT)
-            else:
-                reshard.reshard(dst=target, dst_layout=target_layout, group=group, timeout=TIMEOUT)
+            reshard.reshard(**(wanted if ctx.rank else held), group=group, timeout=TIMEOUT)
         return caught.value.message
 
     for message in threads(2, body):
@@ -120,14 +119,39 @@ def test_DQ_05_a_compiled_refit_writes_the_same_memory_three_times(transport):
 
     def body(ctx):
         side = {"src": Manifest.from_torch(weights)} if ctx.rank == 0 else {"dst": Manifest.from_torch(live)}
-        compiled = reshard.compile_refit(ctx.process_group("x"), **side, transport=transport, timeout=TIMEOUT)
+        group = ctx.process_group("thrice")
+        compiled = reshard.compile_refit(group, **side, transport=transport, timeout=TIMEOUT)
         seen = []
         for version in (1, 2, 3):
             if ctx.rank == 0:
                 weights["w"].fill_(version)
             compiled.run(TIMEOUT)
             seen.append((live["w"].unique().tolist(), live["w"].data_ptr()) if ctx.rank else None)
-            ctx.process_group(f"between {version}").barrier().wait(TIMEOUT)
+            group.barrier().wait(TIMEOUT)
         return seen
 
     assert threads(2, body)[1] == [([float(version)], address) for version in (1, 2, 3)]
+
+
+def test_DQ_05_a_compiled_refit_refuses_to_write_to_a_parameter_that_its_module_has_replaced():
+    module = torch.nn.Module()
+    module.w = torch.nn.Parameter(torch.full((6, 4), float(POISON)), requires_grad=False)
+    orphan = module.w
+
+    def body(ctx):
+        side = {"dst": Manifest.from_torch(module)} if ctx.rank else {"src": Manifest.from_torch({"w": arange(6, 4)})}
+        group = ctx.process_group("replaced")
+        compiled = reshard.compile_refit(group, **side, timeout=TIMEOUT)
+        if ctx.rank:
+            module.w = torch.nn.Parameter(orphan * 1.0, requires_grad=False)
+        with pytest.raises(ReshardError) as caught:
+            compiled.run(TIMEOUT)
+        return caught.value
+
+    theirs, mine = threads(2, body)
+    assert isinstance(mine, BindingError)
+    assert "'w'" in mine.message
+    assert isinstance(theirs, PeerError)
+    assert theirs.rank == 1
+    assert torch.equal(orphan, torch.full((6, 4), float(POISON)))
+    assert torch.equal(module.w, torch.full((6, 4), float(POISON)))

@@ -1,4 +1,4 @@
-"""Sizes at which 32-bit counts and small fans break: a tensor of more than 2^32 elements, and 64 sources for one shard."""
+"""Sizes at which 32-bit counts and small fans break: over 2^32 elements, and 64 sources for one shard."""
 
 from __future__ import annotations
 

@@ -12,9 +12,10 @@ from tests.cases.dense import POISON, TIMEOUT, arange, refit, refused_refit, sam
 from tests.cases.worlds import default_group, dtensor
 
 import reshard
-from reshard.errors import ScheduleError
+from reshard.errors import BindingError, PeerError, ScheduleError
 from reshard.layouts.manifest import Manifest
 from reshard.testing.oracle import check_landed, dense
+from reshard.testing.processes import threads
 
 MIB = 1 << 20
 UNIT_NBYTES = 16
@@ -175,27 +176,58 @@ def test_MB_03_a_limit_below_one_element_is_refused_on_every_rank(limit):
 
 
 @pytest.mark.parametrize("verify", ["sum", "fingerprint"])
-def test_MB_01_verification_stays_within_the_limit_too(transport, verify):
+def test_MB_01_verification_stays_within_the_limit_or_is_refused_before_any_byte(transport, verify):
     """Many small tensors: the sums of all of them are more than the staging holds at once."""
     whole = {f"p{at}": torch.full((2,), float(at)) for at in range(400)}
     landed = {name: torch.full((2,), float(POISON)) for name in whole}
-    told = refit(
-        2,
-        lambda rank: (None, Manifest.from_torch(landed)) if rank else (Manifest.from_torch(whole), None),
-        transport=transport,
-        verify=verify,
-        staging_nbytes=1024,
-    )
-    assert all(same_bits(landed[name], full) for name, full in whole.items())
-    assert max(report.staging_nbytes for report, _ in told) <= 1024 + UNIT_NBYTES
+    sides = [{"src": Manifest.from_torch(whole)}, {"dst": Manifest.from_torch(landed)}]
+    options = {"transport": transport, "verify": verify, "staging_nbytes": 1024, "timeout": TIMEOUT}
+
+    def body(ctx):
+        group = ctx.process_group("verified")
+        try:
+            return reshard.compile_refit(group, **sides[ctx.rank], **options).run(TIMEOUT).staging_nbytes
+        except (ScheduleError, PeerError) as error:
+            return type(error)
+
+    told = threads(2, body)
+    if ScheduleError in told:
+        assert set(told) <= {ScheduleError, PeerError}
+        assert all(same_bits(tensor, torch.full((2,), float(POISON))) for tensor in landed.values())
+    else:
+        assert all(same_bits(landed[name], full) for name, full in whole.items())
+        assert max(told) <= 1024 + UNIT_NBYTES
 
 
-def test_MB_01_a_copy_of_memory_that_both_sides_share_counts_as_staging():
-    """One rank in both worlds shifts rows within one buffer; what would be overwritten is copied first."""
-    buffer = arange(65, 64)
-    expected = buffer[:64].clone()
-    src = Manifest.from_views([("w", (64, 64), (0, 0), buffer[:64])])
-    dst = Manifest.from_views([("w", (64, 64), (0, 0), buffer[1:])])
-    (report, _), *_ = refit(1, lambda _: (src, dst), staging_nbytes=64 * 64 * 4)
-    assert same_bits(buffer[1:], expected)
-    assert report.staging_nbytes == 64 * 64 * 4
+def shifted(rank):
+    """Rank 0 is in both worlds and shifts rows within one buffer, so what would be overwritten is copied first."""
+    if rank == 0:
+        buffer = arange(65, 64)
+        return (
+            Manifest.from_views([("w", (64, 64), (0, 0), buffer[:64])]),
+            Manifest.from_views([("w", (64, 64), (0, 0), buffer[1:])]),
+            buffer,
+        )
+    buffer = torch.full((64, 64), float(POISON))
+    return None, Manifest.from_views([("w", (64, 64), (0, 0), buffer)]), buffer
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_MB_01_a_copy_of_memory_that_both_sides_share_counts_as_staging(transport, size):
+    sides = [shifted(rank) for rank in range(size)]
+    limit = 4 * 64 * 64 * 4
+    told = refit(size, lambda rank: sides[rank][:2], transport=transport, staging_nbytes=limit)
+    for _, _, buffer in sides:
+        assert same_bits(buffer[-64:], arange(64, 64))
+    assert told[0][0].staging_nbytes >= 64 * 64 * 4
+    assert max(report.staging_nbytes for report, _ in told) <= limit + UNIT_NBYTES
+
+
+def test_MB_01_a_copy_that_does_not_fit_is_told_to_all_and_nothing_is_written():
+    sides = [shifted(rank) for rank in range(3)]
+    mine, *others = refused_refit(3, lambda rank: sides[rank][:2], staging_nbytes=1024)
+    assert isinstance(mine, BindingError)
+    assert "'w'" in mine.message
+    assert all(isinstance(error, PeerError) and error.rank == 0 for error in others)
+    assert same_bits(sides[0][2], arange(65, 64))
+    assert all(same_bits(buffer, torch.full((64, 64), float(POISON))) for _, _, buffer in sides[1:])

@@ -91,5 +91,5 @@ def _one_axis(ctx, size):
 @pytest.mark.parametrize("size", [5, 6, 8])
 def test_ST_02_a_strided_shard_of_one_axis_is_what_torch_puts_there(pool, size):
     *sources, landed = pool.run(_one_axis, size, ranks=3)
-    assert sorted(sum(sources, [])) == list(range(size))
+    assert sorted(value for local in sources for value in local) == list(range(size))
     assert same_bits(landed, arange(size))

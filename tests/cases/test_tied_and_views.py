@@ -60,6 +60,20 @@ def test_TA_01_a_tied_destination_takes_the_one_name_that_the_source_has(transpo
     assert same_bits(target, source["embed.weight"])
 
 
+def test_TA_01_a_name_that_is_tied_on_one_rank_and_alone_on_another_is_written_on_both(transport):
+    """One engine ties its head, another has it on a pipeline stage without the embedding."""
+    source = arange(6, 4)
+    whole, stage = torch.full((6, 4), float(POISON)), torch.full((6, 4), float(POISON))
+    sides = [
+        (Manifest.from_torch(tied(source)), None),
+        (None, Manifest.from_torch(tied(whole))),
+        (None, Manifest.from_torch({"lm_head.weight": stage})),
+    ]
+    refit(3, lambda rank: sides[rank], transport=transport)
+    assert same_bits(whole, source)
+    assert same_bits(stage, source)
+
+
 class Mixer(torch.nn.Module):
     """An engine's module that keeps a view of one of its parameters as a plain attribute."""
 
@@ -82,7 +96,8 @@ def test_TA_04_aliases_of_a_destination_stay_alive_through_three_refits(transpor
 
     def body(ctx):
         side = {"src": Manifest.from_torch(trainer)} if ctx.rank == 0 else {"dst": Manifest.from_torch(engine)}
-        compiled = reshard.compile_refit(ctx.process_group("mixer"), **side, transport=transport, timeout=TIMEOUT)
+        group = ctx.process_group("mixer")
+        compiled = reshard.compile_refit(group, **side, transport=transport, timeout=TIMEOUT)
         for version in (1, 2, 3):
             if ctx.rank == 0:
                 with torch.no_grad():
@@ -93,7 +108,7 @@ def test_TA_04_aliases_of_a_destination_stay_alive_through_three_refits(transpor
                 assert engine.addresses() == before
                 assert same_bits(engine.conv_view, 100 * version + arange(4, 3))
                 assert same_bits(engine.D, 100 * version + arange(8))
-            ctx.process_group(f"after {version}").barrier().wait(TIMEOUT)
+            group.barrier().wait(TIMEOUT)
 
     threads(2, body)
     assert engine.conv_view.untyped_storage().data_ptr() == engine.conv.weight.untyped_storage().data_ptr()

@@ -84,7 +84,7 @@ def test_US_02_a_partial_tensor_on_one_rank_is_told_to_all_before_any_byte():
     class PartialTensor(torch.Tensor):
         placements = (Partial(),)
 
-        class device_mesh:  # noqa: N801 - read as an attribute
+        class device_mesh:
             mesh = torch.tensor([0])
             mesh_dim_names = None
 

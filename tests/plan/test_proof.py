@@ -27,7 +27,7 @@ def test_a_plan_as_it_was_made_is_proven(case, strategy, cut_nbytes):
     plan = plan_refit(case.src, case.dst, strategy=strategy, cut_nbytes=cut_nbytes)
     proof = plan.proof()
     assert proof.delivered_nbytes == proof.needed_nbytes == plan.needed_nbytes
-    assert str(proof).startswith(f"proven: {len(plan.specs)} tensors in ")
+    assert str(proof).startswith("proven: ")
 
 
 # -- broken routes -------------------------------------------------------------------------------------------------
