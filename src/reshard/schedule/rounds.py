@@ -1,18 +1,24 @@
 """Rounds: an edge colouring of the buckets that go from rank to rank.
 
-In a round every rank sends at most one bucket and receives at most one, so both ends of a pair always agree on what
-comes next, and a rank never has more than its share open. Ranks with most left to do are matched in every round
-(Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of rounds is
-the least possible. Rounds order operations; they are not barriers.
+In a round every rank sends at most one bucket over the network and receives at most one, so both ends of a pair always
+agree on what comes next, and a rank never has more than its share open. Ranks with most left to do are matched in every
+round (Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of
+rounds is the least possible as long as nothing has to be received before it is sent.
+
+Where buckets are forwarded, a round offers only what has arrived in an earlier one (``flow_rounds``). Inside a domain a
+bucket is handed on in the round after its arrival, beside the network's next one: the fast link has room for it.
+
+Rounds order operations; they are not barriers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Pair = tuple[int, int]
 
@@ -151,6 +157,118 @@ def _lower(degree: dict[int, int], node: int, by: int) -> None:
     degree[node] -= by
     if not degree[node]:
         del degree[node]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """``count`` buckets that take the same edges, in an order in which they can move; ``inside`` says which are local."""
+
+    edges: tuple[Pair, ...]
+    inside: tuple[bool, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge`` in round ``round``."""
+
+    round: int
+    flow: int
+    bucket: int
+    edge: int
+
+
+def flow_rounds(flows: Sequence[Flow]) -> list[Hop]:
+    """Put every bucket's every edge into a round, after the one that brings it to the edge's sender.
+
+    In every round a matching over the network is made of what is ready, ranks with most left to do first; an edge inside
+    a domain follows in the round after its sender has the bucket.
+    """
+    wanted = _Flows(flows)
+    hops: list[Hop] = []
+    number = 0
+    while wanted.left:
+        wanted.arrive(number)
+        taken = wanted.network(number) + wanted.local(number)
+        hops.extend(taken)
+        number += 1
+    return hops
+
+
+class _Flows:
+    """What is left to place, and what is ready: an edge of a bucket is ready once its sender has the bucket."""
+
+    def __init__(self, flows: Sequence[Flow]) -> None:
+        self._flows = flows
+        self.left = sum(flow.count * len(flow.edges) for flow in flows)
+        self._after = [_followers(flow.edges) for flow in flows]
+        self._ready: dict[Pair, deque[tuple[int, int, int]]] = {}
+        self._due: dict[int, list[tuple[int, int, int]]] = {0: []}
+        self._out: dict[int, int] = {}
+        self._in: dict[int, int] = {}
+        for at, flow in enumerate(flows):
+            for (sender, receiver), local in zip(flow.edges, flow.inside, strict=True):
+                if not local:
+                    self._out[sender] = self._out.get(sender, 0) + flow.count
+                    self._in[receiver] = self._in.get(receiver, 0) + flow.count
+            roots = self._after[at][-1]
+            self._due[0].extend((at, bucket, edge) for bucket in range(flow.count) for edge in roots)
+        # buckets of all flows side by side, so that early parts of every flow travel, and are relayed, early
+        self._due[0].sort(key=lambda hop: ((hop[1] + 1) / flows[hop[0]].count, hop))
+        self._inside_now: list[tuple[int, int, int]] = []
+
+    def arrive(self, number: int) -> None:
+        """Make ready what the rounds before have brought to its sender."""
+        self._inside_now = []
+        for hop in self._due.pop(number, ()):
+            flow, _, edge = hop
+            if self._flows[flow].inside[edge]:
+                self._inside_now.append(hop)
+            else:
+                self._ready.setdefault(self._flows[flow].edges[edge], deque()).append(hop)
+
+    def network(self, number: int) -> list[Hop]:
+        """A matching of what is ready, ranks with most left to do first."""
+        placed = []
+        receiving: set[int] = set()
+        by_sender: dict[int, list[Pair]] = {}
+        for pair in self._ready:
+            by_sender.setdefault(pair[0], []).append(pair)
+        busy = {s: max(self._out[s], max(self._in[r] for _, r in pairs)) for s, pairs in by_sender.items()}
+        for sender in sorted(by_sender, key=lambda s: (-busy[s], s)):
+            free = [pair for pair in by_sender[sender] if pair[1] not in receiving]
+            if free:
+                pair = max(free, key=lambda p: (self._in[p[1]], len(self._ready[p]), -p[1]))
+                receiving.add(pair[1])
+                placed.append(self._place(number, pair))
+        return placed
+
+    def _place(self, number: int, pair: Pair) -> Hop:
+        queue = self._ready[pair]
+        flow, bucket, edge = queue.popleft()
+        if not queue:
+            del self._ready[pair]
+        self._out[pair[0]] -= 1
+        self._in[pair[1]] -= 1
+        return self._done(number, flow, bucket, edge)
+
+    def local(self, number: int) -> list[Hop]:
+        """All edges inside domains whose sender has the bucket by now."""
+        return [self._done(number, *hop) for hop in self._inside_now]
+
+    def _done(self, number: int, flow: int, bucket: int, edge: int) -> Hop:
+        self.left -= 1
+        self._due.setdefault(number + 1, []).extend((flow, bucket, next_) for next_ in self._after[flow][edge])
+        return Hop(number, flow, bucket, edge)
+
+
+def _followers(edges: Sequence[Pair]) -> list[list[int]]:
+    """For each edge the edges that start where it ends; last, those that start at a rank that has the bucket anyway."""
+    brings = {receiver: at for at, (_, receiver) in enumerate(edges)}
+    after: list[list[int]] = [[] for _ in range(len(edges) + 1)]
+    for at, (sender, _) in enumerate(edges):
+        after[brings.get(sender, -1)].append(at)
+    return after
 
 
 def busiest(counts: Mapping[Pair, int]) -> int:
