@@ -92,7 +92,10 @@ class Schedule:
         return sorted(mine, key=lambda bucket: (bucket.items[0][0], bucket.stream, bucket.index))
 
     def for_rank(self, rank: int) -> tuple[Operation, ...]:
-        """The operations of ``rank`` by round, at most one send and one receive in each."""
+        """The operations of ``rank`` by round, at most one send and one receive in each.
+
+        The send comes first: two ranks that exchange buckets in one round would otherwise wait for each other.
+        """
         waiting: dict[tuple[int, int], list[Bucket]] = {}
         operations: list[Operation] = []
         for block in self.blocks:
@@ -106,7 +109,7 @@ class Schedule:
                 operations.extend(
                     Operation(block.first + k, kind, peer, waiting[pair].pop()) for k in range(block.repeat)
                 )
-        return tuple(sorted(operations, key=lambda op: (op.round, op.kind)))
+        return tuple(sorted(operations, key=lambda op: (op.round, op.kind == "recv")))
 
     def to_json(self) -> dict[str, Any]:
         """Numbers for people and tools; a schedule is made anew from its plan, not read back."""
