@@ -5,8 +5,9 @@ agree on what comes next, and a rank never has more than its share open. Ranks w
 round (Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of
 rounds is the least possible as long as nothing has to be received before it is sent.
 
-Where buckets are forwarded, a round offers only what has arrived in an earlier one (``flow_rounds``). Inside a domain a
-bucket is handed on in the round after its arrival, beside the network's next one: the fast link has room for it.
+Where buckets are forwarded, a round offers only what has arrived before (``flow_rounds``). A round then has steps: first
+the matching over the network, then a few matchings inside the domains, as many as the fast link is faster. A bucket is
+handed on inside its domain while the network brings the next one.
 
 Rounds order operations; they are not barriers.
 """
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 Pair = tuple[int, int]
 
@@ -170,27 +171,32 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge`` in round ``round``."""
+    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``, in a step of a round; 0 is the network's."""
 
     round: int
+    step: int
     flow: int
     bucket: int
     edge: int
 
 
-def flow_rounds(flows: Sequence[Flow]) -> list[Hop]:
-    """Put every bucket's every edge into a round, after the one that brings it to the edge's sender.
+def flow_rounds(flows: Sequence[Flow], local_steps: int) -> list[Hop]:
+    """Put every bucket's every edge into a step of a round, after the one that brings it to the edge's sender.
 
-    In every round a matching over the network is made of what is ready, ranks with most left to do first; an edge inside
-    a domain follows in the round after its sender has the bucket.
+    Args:
+        flows: What takes which edges.
+        local_steps: How many buckets a rank can hand on inside its domain while the network brings it one.
+
+    Returns:
+        Hops in order; in each step a rank sends at most one bucket and receives at most one.
     """
     wanted = _Flows(flows)
     hops: list[Hop] = []
     number = 0
     while wanted.left:
-        wanted.arrive(number)
-        taken = wanted.network(number) + wanted.local(number)
-        hops.extend(taken)
+        hops.extend(wanted.match(number, 0, inside=False))
+        for step in range(1, local_steps + 1):
+            hops.extend(wanted.match(number, step, inside=True))
         number += 1
     return hops
 
@@ -202,64 +208,61 @@ class _Flows:
         self._flows = flows
         self.left = sum(flow.count * len(flow.edges) for flow in flows)
         self._after = [_followers(flow.edges) for flow in flows]
-        self._ready: dict[Pair, deque[tuple[int, int, int]]] = {}
-        self._due: dict[int, list[tuple[int, int, int]]] = {0: []}
-        self._out: dict[int, int] = {}
-        self._in: dict[int, int] = {}
-        for at, flow in enumerate(flows):
-            for (sender, receiver), local in zip(flow.edges, flow.inside, strict=True):
-                if not local:
-                    self._out[sender] = self._out.get(sender, 0) + flow.count
-                    self._in[receiver] = self._in.get(receiver, 0) + flow.count
-            roots = self._after[at][-1]
-            self._due[0].extend((at, bucket, edge) for bucket in range(flow.count) for edge in roots)
+        self._ready: dict[bool, dict[Pair, deque[tuple[int, int, int]]]] = {False: {}, True: {}}
+        self._load: dict[tuple[bool, str, int], int] = {}
+        for flow in flows:
+            for (sender, receiver), inside in zip(flow.edges, flow.inside, strict=True):
+                self._add((inside, "out", sender), flow.count)
+                self._add((inside, "in", receiver), flow.count)
         # buckets of all flows side by side, so that early parts of every flow travel, and are relayed, early
-        self._due[0].sort(key=lambda hop: ((hop[1] + 1) / flows[hop[0]].count, hop))
-        self._inside_now: list[tuple[int, int, int]] = []
+        first = [
+            ((bucket + 1) / flow.count, at, bucket, edge)
+            for at, flow in enumerate(flows)
+            for bucket in range(flow.count)
+            for edge in self._after[at][-1]
+        ]
+        self._arrive([hop[1:] for hop in sorted(first)])
 
-    def arrive(self, number: int) -> None:
-        """Make ready what the rounds before have brought to its sender."""
-        self._inside_now = []
-        for hop in self._due.pop(number, ()):
+    def _add(self, end: tuple[bool, str, int], count: int) -> None:
+        self._load[end] = self._load.get(end, 0) + count
+
+    def _arrive(self, hops: Iterable[tuple[int, int, int]]) -> None:
+        for hop in hops:
             flow, _, edge = hop
-            if self._flows[flow].inside[edge]:
-                self._inside_now.append(hop)
-            else:
-                self._ready.setdefault(self._flows[flow].edges[edge], deque()).append(hop)
+            ready = self._ready[self._flows[flow].inside[edge]]
+            ready.setdefault(self._flows[flow].edges[edge], deque()).append(hop)
 
-    def network(self, number: int) -> list[Hop]:
-        """A matching of what is ready, ranks with most left to do first."""
-        placed = []
-        receiving: set[int] = set()
+    def match(self, number: int, step: int, *, inside: bool) -> list[Hop]:
+        """One step: a matching of what is ready, ranks with most left to do first."""
+        ready = self._ready[inside]
         by_sender: dict[int, list[Pair]] = {}
-        for pair in self._ready:
+        for pair in ready:
             by_sender.setdefault(pair[0], []).append(pair)
-        busy = {s: max(self._out[s], max(self._in[r] for _, r in pairs)) for s, pairs in by_sender.items()}
-        for sender in sorted(by_sender, key=lambda s: (-busy[s], s)):
+        receiving: set[int] = set()
+        placed: list[Hop] = []
+        for sender in sorted(by_sender, key=lambda s: (-self._urgency(by_sender[s], inside), s)):
             free = [pair for pair in by_sender[sender] if pair[1] not in receiving]
             if free:
-                pair = max(free, key=lambda p: (self._in[p[1]], len(self._ready[p]), -p[1]))
+                pair = max(free, key=lambda p: (self._load[inside, "in", p[1]], len(ready[p]), -p[1]))
                 receiving.add(pair[1])
-                placed.append(self._place(number, pair))
+                placed.append(self._take(number, step, inside, pair))
+        for hop in placed:  # what this step brings is ready for the next one
+            self._arrive((hop.flow, hop.bucket, edge) for edge in self._after[hop.flow][hop.edge])
         return placed
 
-    def _place(self, number: int, pair: Pair) -> Hop:
-        queue = self._ready[pair]
+    def _urgency(self, pairs: Sequence[Pair], inside: bool) -> int:
+        sender = pairs[0][0]
+        return max(self._load[inside, "out", sender], *(self._load[inside, "in", receiver] for _, receiver in pairs))
+
+    def _take(self, number: int, step: int, inside: bool, pair: Pair) -> Hop:
+        queue = self._ready[inside][pair]
         flow, bucket, edge = queue.popleft()
         if not queue:
-            del self._ready[pair]
-        self._out[pair[0]] -= 1
-        self._in[pair[1]] -= 1
-        return self._done(number, flow, bucket, edge)
-
-    def local(self, number: int) -> list[Hop]:
-        """All edges inside domains whose sender has the bucket by now."""
-        return [self._done(number, *hop) for hop in self._inside_now]
-
-    def _done(self, number: int, flow: int, bucket: int, edge: int) -> Hop:
+            del self._ready[inside][pair]
+        self._load[inside, "out", pair[0]] -= 1
+        self._load[inside, "in", pair[1]] -= 1
         self.left -= 1
-        self._due.setdefault(number + 1, []).extend((flow, bucket, next_) for next_ in self._after[flow][edge])
-        return Hop(number, flow, bucket, edge)
+        return Hop(number, step, flow, bucket, edge)
 
 
 def _followers(edges: Sequence[Pair]) -> list[list[int]]:
