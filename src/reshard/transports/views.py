@@ -185,6 +185,8 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 def merged_run(regions: Sequence[Region]) -> torch.Tensor | None:
     """The one contiguous stretch of memory (uint8) that the regions are, in this order; None where they are not."""
+    if not regions:
+        return None
     first = regions[0]
     at = first.offset_nbytes
     storage = first.storage.data_ptr()
