@@ -179,9 +179,7 @@ class PortFlow:
     def share(self, demand: int) -> dict[int, int]:
         """Bytes of a demand by the port that carries them; ports that could and do not are listed with 0."""
         return {
-            self._port[self._edges[edge][0]]: self._edges[edge ^ 1][1]
-            for edge in self._out[1 + demand]
-            if not edge & 1
+            self._port[self._edges[edge][0]]: self._edges[edge ^ 1][1] for edge in self._out[1 + demand] if not edge & 1
         }
 
     def tight(self) -> list[int]:

@@ -7,6 +7,7 @@ needers of its domain.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def parts_of(
         ends.append(marks)
         cuts |= {mark for mark, _ in marks}
     ordered = sorted(cuts)
-    for start, stop in zip(ordered, ordered[1:], strict=False):
+    for start, stop in pairwise(ordered):
         supplying = [_at(line, start + copy * length) for copy in range(len(entry.domains))]
         yield start, stop, supplying, [_at(marks, start) for marks in ends]
 

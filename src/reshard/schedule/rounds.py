@@ -5,9 +5,9 @@ agree on what comes next, and a rank never has more than its share open. Ranks w
 round (Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of
 rounds is the least possible as long as nothing has to be received before it is sent.
 
-Where buckets are forwarded, a round offers only what has arrived before (``flow_rounds``). A round then has steps: first
-the matching over the network, then a few matchings inside the domains, as many as the fast link is faster. A bucket is
-handed on inside its domain while the network brings the next one.
+Where buckets are forwarded, a round offers only what has arrived before (``flow_rounds``). A round then has steps:
+first the matching over the network, then a few matchings inside the domains, as many as the fast link is faster. A
+bucket is handed on inside its domain while the network brings the next one.
 
 Rounds order operations; they are not barriers.
 """
@@ -162,7 +162,7 @@ def _lower(degree: dict[int, int], node: int, by: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Flow:
-    """``count`` buckets that take the same edges, in an order in which they can move; ``inside`` says which are local."""
+    """``count`` buckets that take the same edges, in an order in which they can move; ``inside``: which are local."""
 
     edges: tuple[Pair, ...]
     inside: tuple[bool, ...]
@@ -171,7 +171,7 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``, in a step of a round; 0 is the network's."""
+    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``; step 0 of a round is the network's."""
 
     round: int
     step: int

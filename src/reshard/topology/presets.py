@@ -31,7 +31,9 @@ def gb200_nvl72(size: int, per_domain: int = 64) -> Topology:
 def grid(name: str, size: int, per_domain: int, *, local_bytes_per_second: int, port_bytes_per_second: int) -> Topology:
     """Domains of ``per_domain`` ranks in order, a port for each rank."""
     domains = tuple(
-        Domain(f"{name}/{first // per_domain}", tuple(range(first, min(first + per_domain, size))), local_bytes_per_second)
+        Domain(
+            f"{name}/{first // per_domain}", tuple(range(first, min(first + per_domain, size))), local_bytes_per_second
+        )
         for first in range(0, size, per_domain)
     )
     ports = tuple(Port(f"nic{r}", (r,), port_bytes_per_second, port_bytes_per_second) for r in range(size))
