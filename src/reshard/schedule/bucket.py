@@ -43,6 +43,10 @@ LARGEST_BUCKET = 4 << 20
 """Above 4 MiB a bucket gains no speed on loopback or shared memory, and only costs staging."""
 
 
+_LEAST_WITH_SLACK = 1024
+"""Buckets below 1 KiB are cut at their nominal size."""
+
+
 def size_buckets(staging_nbytes: int, bucket_nbytes: int | None = None, depth: int | None = None) -> BucketSize:
     """Choose bucket size and depth so that a rank's staging stays within a limit.
 
@@ -60,7 +64,7 @@ def size_buckets(staging_nbytes: int, bucket_nbytes: int | None = None, depth: i
     depth = depth or (4 if staging_nbytes >= 1 << 20 else 2)
     fits = staging_nbytes // (2 * depth)
     nbytes = bucket_nbytes or min(LARGEST_BUCKET, _with_slack(fits))
-    size = BucketSize(nbytes, nbytes // 8 // 16 * 16 if nbytes >= 1024 else 0, depth)
+    size = BucketSize(nbytes, nbytes // 8 // 16 * 16 if nbytes >= _LEAST_WITH_SLACK else 0, depth)
     if nbytes < 1 or size.staging_nbytes > staging_nbytes:
         raise ScheduleError(
             f"{2 * depth} open operations of up to {format_nbytes(max(size.slot_nbytes, 1))} need "
@@ -75,7 +79,9 @@ def size_buckets(staging_nbytes: int, bucket_nbytes: int | None = None, depth: i
 
 def _with_slack(slot_nbytes: int) -> int:
     """The largest bucket whose slot is at most ``slot_nbytes``, in whole 16 bytes where there are so many."""
-    nbytes = slot_nbytes * 8 // 9 if slot_nbytes >= 1152 else slot_nbytes
+    nbytes = (
+        slot_nbytes * 8 // 9 if slot_nbytes * 8 // 9 >= _LEAST_WITH_SLACK else min(slot_nbytes, _LEAST_WITH_SLACK - 1)
+    )
     return nbytes // 16 * 16 if nbytes >= 16 else nbytes
 
 
