@@ -42,8 +42,8 @@ class Topology:
 
     Args:
         name: For people.
-        domains: Who shares a fast link; each rank in exactly one. Empty: one domain for all ranks there are.
-        ports: Where the ranks of each domain attach to the network; each rank at exactly one. Not needed for one domain.
+        domains: Who shares a fast link; each rank in exactly one. Empty: one domain for all ranks.
+        ports: Where the ranks of each domain attach to the network; each rank at exactly one. One domain needs none.
         latency_seconds: Of a message over the slow network.
 
     Raises:

@@ -44,6 +44,9 @@ class Link:
     peer: int
 
 
+When = tuple[int, int]
+"""A step of a round."""
+
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources, as words of equal shape."""
 
@@ -55,8 +58,8 @@ class _Slot:
     arena: torch.Tensor
     offset: int
     holds: tuple[int, int] | None = None
-    busy_until: int = -1
-    """While compiling: the last operation that needs what has landed here."""
+    busy_until: When = (-1, 0)
+    """While compiling: when what has landed here is needed last."""
     tickets: list[tuple[Transport, Ticket]] = field(default_factory=list)
 
 
@@ -88,11 +91,8 @@ class _Receive:
 
     round: int
     step: int
-    at: int
-    """Its place among the rank's operations."""
-
-    ready_at: int = 0
-    """The first operation from which on its slot is free for it."""
+    after: When = (-1, 0)
+    """When its slot is needed last by what landed there before; it may be posted in any later step."""
     shown: dict[int, Copies] = field(default_factory=dict)
     """Views for unpacking, by the address at which the transport shows the bytes."""
 
@@ -158,9 +158,9 @@ def _key(bucket: Bucket) -> tuple[int, int]:
     return bucket.stream, bucket.index
 
 
-def _handed_on(operations: Sequence[Operation]) -> dict[tuple[int, int], int]:
-    """The buckets that this rank hands on, each with the place of the last operation that does."""
-    return {_key(op.bucket): at for at, op in enumerate(operations) if op.kind == "send" and op.forwarded}
+def _handed_on(operations: Sequence[Operation]) -> dict[tuple[int, int], When]:
+    """The buckets that this rank hands on, each with the step in which it does so for the last time."""
+    return {_key(op.bucket): (op.round, op.step) for op in operations if op.kind == "send" and op.forwarded}
 
 
 @dataclass(frozen=True)
@@ -242,11 +242,11 @@ class Program:
     def _compile(self, operations: Sequence[Operation]) -> list[_Send | _Receive]:
         order: list[_Send | _Receive] = []
         last_use = _handed_on(operations)
-        for at, op in enumerate(operations):
+        for op in operations:
             if op.kind == "send":
                 order.append(self._compile_send(op))
             else:
-                order.append(self._compile_receive(op, at, last_use.get(_key(op.bucket))))
+                order.append(self._compile_receive(op, last_use.get(_key(op.bucket))))
         return order
 
     def _compile_send(self, op: Operation) -> _Send:
@@ -315,31 +315,34 @@ class Program:
             at += box.numel * spec.itemsize
         return placed
 
-    def _compile_receive(self, op: Operation, at: int, last_use: int | None) -> _Receive:
+    def _compile_receive(self, op: Operation, last_use: When | None) -> _Receive:
         bucket, link = op.bucket, self._links[op.peer]
         placed = self._placed(bucket, self._dst)
-        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, op.step, at)
+        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, op.step)
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
         run = merged_run([region for _, _, region in placed]) if complete else None
-        if last_use is not None and self._hold(receive, at, last_use):
+        if last_use is not None and self._hold(receive, last_use):
             self._landed[_key(bucket)] = receive.slot
         elif run is not None and not self._lands_whole:  # the usual way lands whole tensors, then takes its part
             receive.into, receive.regions = run, []
         elif link.transport.lands == "caller" or self._lands_whole:
-            self._hold(receive, at, at)
+            self._hold(receive, (op.round, op.step))
         return receive
 
-    def _hold(self, receive: _Receive, at: int, last_use: int) -> bool:
-        """Give a receive a slot until operation ``last_use``; False where that would leave none for later receives.
+    def _hold(self, receive: _Receive, last_use: When) -> bool:
+        """Give a receive a slot until ``last_use``; False where that would leave none for later receives.
 
-        What cannot be kept is packed again from the weights when it is handed on, so that staging stays bounded.
+        What cannot be kept is packed again from the weights when it is handed on, so that staging stays bounded. A slot
+        is free again in the step after its last use, never in the same one: a rank that sends from it and receives into
+        it in one step would wait for its peer to have read, while that one does the same.
         """
-        free = [slot for slot in self._receive_slots if slot.busy_until < at]
-        if not free or (last_use > at and len(free) < 2):
-            assert last_use > at, "a slot is always left for a receive that is not kept"
+        now = (receive.round, receive.step)
+        free = [slot for slot in self._receive_slots if slot.busy_until < now]
+        if not free or (last_use > now and len(free) < 2):
+            assert last_use > now, "a slot is always left for a receive that is not kept"
             return False
         slot = min(free, key=lambda s: s.busy_until)
-        receive.slot, receive.ready_at = slot, slot.busy_until + 1
+        receive.slot, receive.after = slot, slot.busy_until
         receive.into = self._slot_memory(slot, receive.nbytes)
         slot.busy_until = last_use
         return True
@@ -473,9 +476,11 @@ class Program:
         tickets: dict[int, Ticket] = {}
         posted = done = 0
         open_sends: list[tuple[Transport, Ticket]] = []
-        for at, op in enumerate(self._order):
-            while posted < len(self._receives) and posted < done + ahead and self._receives[posted].ready_at <= at:
+        for op in self._order:
+            while posted < len(self._receives) and posted < done + ahead:
                 receive = self._receives[posted]
+                if receive.after >= (op.round, op.step):
+                    break
                 self._drain(receive.slot, deadline)
                 tickets[posted] = receive.link.transport.post_recv(receive.link.peer, receive.nbytes, receive.into)
                 posted += 1
@@ -593,8 +598,9 @@ class Program:
             kept = sum(region.box.numel for region in self._dst.regions(spec.name, box))
             if kept == box.numel:  # what is not kept (a whole tensor sent to all) is not compared
                 faults.append(
-                    f"{spec.name!r}: {box} from {self.plan.rank_name(check.peer)} to {self.plan.rank_name(self.rank)} does "
-                    f"not hold the bytes that were sent ({self._verify} differs). The destination is torn: refit again."
+                    f"{spec.name!r}: {box} from {self.plan.rank_name(check.peer)} to "
+                    f"{self.plan.rank_name(self.rank)} does not hold the bytes that were sent ({self._verify} differs). "
+                    f"The destination is torn: refit again."
                 )
         return faults
 
