@@ -599,7 +599,7 @@ class Program:
             if kept == box.numel:  # what is not kept (a whole tensor sent to all) is not compared
                 faults.append(
                     f"{spec.name!r}: {box} from {self.plan.rank_name(check.peer)} to "
-                    f"{self.plan.rank_name(self.rank)} does not hold the bytes that were sent ({self._verify} differs). "
+                    f"{self.plan.rank_name(self.rank)} does not hold the bytes sent ({self._verify} differs). "
                     f"The destination is torn: refit again."
                 )
         return faults
