@@ -9,10 +9,13 @@ step is a proof that less cannot do, so the last one is exact.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
+from fractions import Fraction
+from math import ceil
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
 
 def share_out(demands: Mapping[tuple[int, ...], int]) -> dict[tuple[int, ...], tuple[int, ...]]:
@@ -61,34 +64,65 @@ def _connected(keys: Sequence[tuple[int, ...]]) -> list[list[tuple[int, ...]]]:
 
 
 def _least_busiest(demands: dict[tuple[int, ...], int]) -> dict[tuple[int, ...], tuple[int, ...]]:
-    holders = sorted({rank for key in demands for rank in key})
-    limit = -(-sum(demands.values()) // len(holders))
-    while True:
-        flow = _Flow(demands, holders, limit)
-        if flow.value == sum(demands.values()):
-            return {key: flow.shares(key) for key in demands}
-        tight = flow.tight_demands()
-        served_by = {rank for key in tight for rank in key}
-        limit = -(-sum(demands[key] for key in tight) // len(served_by))
+    rates = dict.fromkeys(sorted({rank for key in demands for rank in key}), 1)
+    rows = [(nbytes, key) for key, nbytes in demands.items()]
+    flow = PortFlow(rows, rates, PortFlow.least_seconds(rows, rates))
+    flow.run()
+    return {key: tuple(flow.share(at).get(rank, 0) for rank in key) for at, (_, key) in enumerate(rows)}
 
 
-class _Flow:
-    """Maximum flow source -> demand -> holder -> sink, every holder up to ``limit`` (Dinic's algorithm)."""
+Demand = tuple[int, Sequence[int]]
+"""Bytes, and the ports that can carry them."""
 
-    def __init__(self, demands: Mapping[tuple[int, ...], int], holders: Sequence[int], limit: int) -> None:
-        self._keys = list(demands)
-        self._first_holder = 1 + len(self._keys)
-        self._place = {rank: self._first_holder + i for i, rank in enumerate(holders)}
-        self._sink = self._first_holder + len(holders)
+
+class PortFlow:
+    """Maximum flow source -> demand -> port -> sink, every port up to its rate times ``seconds`` (Dinic's algorithm).
+
+    Args:
+        demands: What is to be carried, and by which ports it can be.
+        rates: Bytes a second of each port.
+        seconds: The time that each port has.
+    """
+
+    def __init__(self, demands: Sequence[Demand], rates: Mapping[int, int], seconds: Fraction) -> None:
+        self._demands = demands
+        first_port = 1 + len(demands)
+        self._place = {port: first_port + i for i, port in enumerate(rates)}
+        self._port = {place: port for port, place in self._place.items()}
+        self._sink = first_port + len(rates)
         self._edges: list[list[int]] = []  # [to, capacity left]; the reverse of edge e is e ^ 1
         self._out: list[list[int]] = [[] for _ in range(self._sink + 1)]
-        for at, key in enumerate(self._keys, start=1):
-            self._add(0, at, demands[key])
-            for rank in key:
-                self._add(at, self._place[rank], demands[key])
-        for rank in holders:
-            self._add(self._place[rank], self._sink, limit)
-        self.value = self._run()
+        self._carried = 0
+        for at, (nbytes, ports) in enumerate(demands):
+            self._add(0, 1 + at, nbytes)
+            self.open(at, ports)
+        for port, rate in rates.items():
+            self._add(self._place[port], self._sink, ceil(rate * seconds))
+
+    @staticmethod
+    def least_seconds(demands: Sequence[Demand], rates: Mapping[int, int]) -> Fraction:
+        """The least time in which the ports can carry everything; exact.
+
+        Starts from the average and follows minimum cuts: the demands on the source's side of a cut can only be carried
+        by few ports, whose average is the next, higher, start; and a proof that less cannot do.
+        """
+        total = sum(nbytes for nbytes, _ in demands)
+        usable = {port for nbytes, ports in demands if nbytes for port in ports}
+        seconds = Fraction(total, sum(rates[port] for port in usable)) if usable else Fraction(0)
+        while True:
+            flow = PortFlow(demands, rates, seconds)
+            if flow.run() == total:
+                return seconds
+            tight = flow.tight()
+            ports = {port for at in tight for port in demands[at][1]}
+            seconds = Fraction(sum(demands[at][0] for at in tight), sum(rates[port] for port in ports))
+
+    def open(self, demand: int, ports: Sequence[int]) -> None:
+        """Let more ports carry a demand; what already flows goes on flowing out of the same ports in sum."""
+        have = set(self.share(demand)) if self._edges else set()
+        for port in ports:
+            if port not in have:
+                self._add(1 + demand, self._place[port], self._demands[demand][0])
 
     def _add(self, a: int, b: int, capacity: int) -> None:
         self._out[a].append(len(self._edges))
@@ -109,13 +143,13 @@ class _Flow:
                     queue.append(to)
         return level
 
-    def _run(self) -> int:
-        total = 0
+    def run(self) -> int:
+        """Send as much as possible; the bytes that flow in all."""
         while (level := self._levels())[self._sink] >= 0:
             tried = [0] * len(self._out)
             while pushed := self._push(level, tried):
-                total += pushed
-        return total
+                self._carried += pushed
+        return self._carried
 
     def _push(self, level: list[int], tried: list[int]) -> int:
         """Send flow along one shortest path; 0 where none is left."""
@@ -142,12 +176,13 @@ class _Flow:
             self._edges[edge ^ 1][1] += amount
         return amount
 
-    def shares(self, key: tuple[int, ...]) -> tuple[int, ...]:
-        at = 1 + self._keys.index(key)
-        sent = {self._edges[edge][0]: self._edges[edge ^ 1][1] for edge in self._out[at] if not edge & 1}
-        return tuple(sent[self._place[rank]] for rank in key)
+    def share(self, demand: int) -> dict[int, int]:
+        """Bytes of a demand by the port that carries them; ports that could and do not are listed with 0."""
+        return {
+            self._port[self._edges[edge][0]]: self._edges[edge ^ 1][1] for edge in self._out[1 + demand] if not edge & 1
+        }
 
-    def tight_demands(self) -> list[tuple[int, ...]]:
-        """The demands on the source's side of the minimum cut: their holders cannot carry them at this limit."""
+    def tight(self) -> list[int]:
+        """The demands on the source's side of the minimum cut: their ports cannot carry them in this time."""
         level = self._levels()
-        return [key for at, key in enumerate(self._keys, start=1) if level[at] >= 0]
+        return [at for at in range(len(self._demands)) if level[1 + at] >= 0]

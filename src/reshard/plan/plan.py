@@ -120,7 +120,7 @@ class Plan:
             "version": __version__,
             "src": self.src.digest,
             "dst": [manifest.digest for manifest in self.dst],
-            "topology": [self.topology.name, [list(domain) for domain in self.topology.domains]],
+            "topology": self.topology.to_json(),
             "strategy": self.strategy,
             "cut_nbytes": self.cut_nbytes,
             "routes": [_route_to_json(route) for route in self.routes],
@@ -266,11 +266,10 @@ class Plan:
         """
         if data.get("format") != PLAN_FORMAT:
             raise PlanError(f"This is not a saved plan: its format is {data.get('format')!r}, not {PLAN_FORMAT!r}.")
-        name, domains = data["topology"]
         plan = plan_refit(
             Manifest.from_json(data["src"]),
             [Manifest.from_json(manifest) for manifest in data["dst"]],
-            Topology(name, tuple(tuple(domain) for domain in domains)),
+            Topology.from_json(data["topology"]),
             strategy=data["strategy"],
             cut_nbytes=data["cut_nbytes"],
         )
@@ -312,11 +311,6 @@ def plan_refit(
     """
     if strategy not in STRATEGIES:
         raise PlanError(f"Strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
-    if topology is not None and len(topology.domains) > 1:
-        raise PlanError(
-            f"Topology {topology.name!r} has {len(topology.domains)} domains; this version plans for one. "
-            f"Give one domain, or no topology."
-        )
     source, destinations = _as_manifests(src, dst)
     check_match(source, destinations)
     worlds = _place_worlds(source, destinations)
@@ -339,7 +333,9 @@ def plan_refit(
         specs=specs,
         patterns=patterns,
         classes=classes,
-        routes=choose_routes(classes, patterns, specs, cut_nbytes=least),
+        routes=choose_routes(
+            classes, patterns, specs, cut_nbytes=least, topology=topology or ONE_HOST, strategy=strategy
+        ),
     )
 
 

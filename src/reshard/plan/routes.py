@@ -6,21 +6,27 @@ forwards has received before. (a, a) is a copy inside a rank that is holder and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from reshard.plan.balance import share_out
-from reshard.plan.cells import ranks_of
+from reshard.plan.cells import mask_of, ranks_of
+from reshard.plan.entries import balance_entries, find_entries
 from reshard.plan.strings import ByteString
+from reshard.plan.trees import parts_of, tree
+from reshard.topology.topology import ONE_HOST, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.classes import Pattern, RouteClass
+    from reshard.plan.entries import Entry
 
-Rule = Literal["local", "direct", "whole"]
-"""Why a route is what it is: in the same rank; to those who need it; to the audience, needed or not."""
+Rule = Literal["local", "inside", "direct", "striped", "relayed", "whole"]
+"""Why a route is what it is: a copy in the same rank; from a holder inside the domain; over the network once, to one
+rank of a domain; the same to several ranks that each take a stripe; handed on by a domain that got it; or sent whole to
+the audience, needed or not."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,6 +45,73 @@ class Route:
 
 
 def choose_routes(
+    classes: Sequence[RouteClass],
+    patterns: Sequence[Pattern],
+    specs: Sequence[TensorSpec],
+    *,
+    cut_nbytes: int,
+    topology: Topology = ONE_HOST,
+    strategy: str = "reshard",
+) -> tuple[Route, ...]:
+    """Bring every class to its audience.
+
+    In one domain, and for the strategies that serve every rank directly, each receiver is served by a holder. Over
+    several domains each domain takes one copy in (``entries``), and exchanges it inside.
+
+    Args:
+        classes: The route classes of the model.
+        patterns: What their parts refer to.
+        specs: The tensors in plan order.
+        cut_nbytes: No cut leaves less than this of a string; smaller strings go whole.
+        topology: Domains and ports.
+        strategy: ``"reshard"`` makes use of the domains.
+    """
+    if topology.is_flat or strategy != "reshard":
+        return _serve_directly(classes, patterns, specs, cut_nbytes=cut_nbytes)
+    inside = [_kept_inside(cls, topology) for cls in classes]
+    routes = [
+        replace(route, rule="inside") if route.rule == "direct" else route
+        for route in _serve_directly(inside, patterns, specs, cut_nbytes=cut_nbytes)
+    ]
+    entries = find_entries(classes, topology)
+    supply = balance_entries(entries, topology, cut_nbytes=cut_nbytes)
+    for entry, suppliers, stripes in zip(entries, supply.suppliers, supply.stripes, strict=True):
+        routes.extend(_enter(entry, suppliers, stripes, classes, patterns, specs))
+    return tuple(sorted(routes))
+
+
+def _kept_inside(cls: RouteClass, topology: Topology) -> RouteClass:
+    """The class with only those needers that have a holder in their domain."""
+    homes = {topology.domain_of(rank) for rank in ranks_of(cls.holders)}
+    served = mask_of(rank for rank in ranks_of(cls.needers) if topology.domain_of(rank) in homes)
+    return replace(cls, needers=served, audience=served)
+
+
+def _enter(
+    entry: Entry,
+    suppliers: Sequence[tuple[int, int]],
+    stripes: Sequence[Sequence[tuple[int, int]]],
+    classes: Sequence[RouteClass],
+    patterns: Sequence[Pattern],
+    specs: Sequence[TensorSpec],
+) -> Iterator[Route]:
+    """The routes by which one class comes into its domains, cut where granules allow it."""
+    string: ByteString | None = None
+    at = 0
+    for _, stop, supplying, takers in parts_of(entry, suppliers, stripes):
+        if stop < entry.nbytes:
+            string = string or ByteString(classes[entry.route_class].items(patterns), specs)
+            stop = string.floor(stop, slack=entry.nbytes // 256)
+        if stop <= at:
+            continue
+        edges, relays = tree(entry, supplying, takers)
+        shared = any(len(row) > 1 for row in stripes)
+        rule: Rule = "relayed" if relays else "striped" if shared else "direct"
+        yield Route(entry.route_class, at, stop, edges, rule)
+        at = stop
+
+
+def _serve_directly(
     classes: Sequence[RouteClass],
     patterns: Sequence[Pattern],
     specs: Sequence[TensorSpec],

@@ -160,7 +160,7 @@ class CompiledRefit:
         """Whose memory this rank reads in place, and who reads its own: those that see each other on an edge."""
         me = self.group.rank
         borrowed, lent_to = {}, []
-        for sender, receiver in self.plan.pair_nbytes():
+        for sender, receiver in sorted(self._source_pairs()):
             if told[sender]["loans"] is None or receiver not in told[sender]["shared"]:
                 continue
             if sender not in told[receiver]["shared"]:
@@ -170,6 +170,15 @@ class CompiledRefit:
             elif receiver == me:
                 borrowed[sender] = self._borrow(sender, told[sender]["loans"])
         return borrowed, tuple(sorted(lent_to))
+
+    def _source_pairs(self) -> set[tuple[int, int]]:
+        """The pairs over which a rank sends what it holds as a source."""
+        return {
+            (sender, receiver)
+            for route in self.plan.routes
+            for sender, receiver in route.edges
+            if sender != receiver and self.plan.classes[route.route_class].holders >> sender & 1
+        }
 
     def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
         wanted = self._wanted_from[sender]
@@ -208,13 +217,10 @@ class CompiledRefit:
             verify=verify,  # type: ignore[arg-type]
         )
         shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
-        if shared:
-            send_arena = group.arena(shared[0], need.send_nbytes)
-            receive_arena = group.arena(self._p2p, need.receive_nbytes)
-        else:
-            both = group.arena(self._p2p, need.send_nbytes + need.receive_nbytes)
-            send_arena = None if both is None else both[: need.send_nbytes]
-            receive_arena = None if both is None else both[need.send_nbytes :][: need.receive_nbytes]
+        # one arena, from which every link can send: what comes in over the network is handed on from where it landed
+        arena = group.arena(shared[0] if shared else self._p2p, need.send_nbytes + need.receive_nbytes)
+        send_arena = None if arena is None else arena[: need.send_nbytes]
+        receive_arena = None if arena is None else arena[need.send_nbytes :][: need.receive_nbytes]
         self._generation = group.generation
         return Program(
             self.schedule,

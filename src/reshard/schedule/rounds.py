@@ -1,18 +1,25 @@
 """Rounds: an edge colouring of the buckets that go from rank to rank.
 
-In a round every rank sends at most one bucket and receives at most one, so both ends of a pair always agree on what
-comes next, and a rank never has more than its share open. Ranks with most left to do are matched in every round
-(Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of rounds is
-the least possible. Rounds order operations; they are not barriers.
+In a round every rank sends at most one bucket over the network and receives at most one, so both ends of a pair always
+agree on what comes next, and a rank never has more than its share open. Ranks with most left to do are matched in every
+round (Koenig: a bipartite multigraph needs exactly as many colours as its busiest rank has edges), so the number of
+rounds is the least possible as long as nothing has to be received before it is sent.
+
+Where buckets are forwarded, a round offers only what has arrived before (``flow_rounds``). A round then has steps:
+first the matching over the network, then a few matchings inside the domains, as many as the fast link is faster. A
+bucket is handed on inside its domain while the network brings the next one.
+
+Rounds order operations; they are not barriers.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
 Pair = tuple[int, int]
 
@@ -151,6 +158,120 @@ def _lower(degree: dict[int, int], node: int, by: int) -> None:
     degree[node] -= by
     if not degree[node]:
         del degree[node]
+
+
+@dataclass(frozen=True, slots=True)
+class Flow:
+    """``count`` buckets that take the same edges, in an order in which they can move; ``inside``: which are local."""
+
+    edges: tuple[Pair, ...]
+    inside: tuple[bool, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``; step 0 of a round is the network's."""
+
+    round: int
+    step: int
+    flow: int
+    bucket: int
+    edge: int
+
+
+def flow_rounds(flows: Sequence[Flow], local_steps: int) -> list[Hop]:
+    """Put every bucket's every edge into a step of a round, after the one that brings it to the edge's sender.
+
+    Args:
+        flows: What takes which edges.
+        local_steps: How many buckets a rank can hand on inside its domain while the network brings it one.
+
+    Returns:
+        Hops in order; in each step a rank sends at most one bucket and receives at most one.
+    """
+    wanted = _Flows(flows)
+    hops: list[Hop] = []
+    number = 0
+    while wanted.left:
+        hops.extend(wanted.match(number, 0, inside=False))
+        for step in range(1, local_steps + 1):
+            hops.extend(wanted.match(number, step, inside=True))
+        number += 1
+    return hops
+
+
+class _Flows:
+    """What is left to place, and what is ready: an edge of a bucket is ready once its sender has the bucket."""
+
+    def __init__(self, flows: Sequence[Flow]) -> None:
+        self._flows = flows
+        self.left = sum(flow.count * len(flow.edges) for flow in flows)
+        self._after = [_followers(flow.edges) for flow in flows]
+        self._ready: dict[bool, dict[Pair, deque[tuple[int, int, int]]]] = {False: {}, True: {}}
+        self._load: dict[tuple[bool, str, int], int] = {}
+        for flow in flows:
+            for (sender, receiver), inside in zip(flow.edges, flow.inside, strict=True):
+                self._add((inside, "out", sender), flow.count)
+                self._add((inside, "in", receiver), flow.count)
+        # buckets of all flows side by side, so that early parts of every flow travel, and are relayed, early
+        first = [
+            ((bucket + 1) / flow.count, at, bucket, edge)
+            for at, flow in enumerate(flows)
+            for bucket in range(flow.count)
+            for edge in self._after[at][-1]
+        ]
+        self._arrive([hop[1:] for hop in sorted(first)])
+
+    def _add(self, end: tuple[bool, str, int], count: int) -> None:
+        self._load[end] = self._load.get(end, 0) + count
+
+    def _arrive(self, hops: Iterable[tuple[int, int, int]]) -> None:
+        for hop in hops:
+            flow, _, edge = hop
+            ready = self._ready[self._flows[flow].inside[edge]]
+            ready.setdefault(self._flows[flow].edges[edge], deque()).append(hop)
+
+    def match(self, number: int, step: int, *, inside: bool) -> list[Hop]:
+        """One step: a matching of what is ready, ranks with most left to do first."""
+        ready = self._ready[inside]
+        by_sender: dict[int, list[Pair]] = {}
+        for pair in ready:
+            by_sender.setdefault(pair[0], []).append(pair)
+        receiving: set[int] = set()
+        placed: list[Hop] = []
+        for sender in sorted(by_sender, key=lambda s: (-self._urgency(by_sender[s], inside), s)):
+            free = [pair for pair in by_sender[sender] if pair[1] not in receiving]
+            if free:
+                pair = max(free, key=lambda p: (self._load[inside, "in", p[1]], len(ready[p]), -p[1]))
+                receiving.add(pair[1])
+                placed.append(self._take(number, step, inside, pair))
+        for hop in placed:  # what this step brings is ready for the next one
+            self._arrive((hop.flow, hop.bucket, edge) for edge in self._after[hop.flow][hop.edge])
+        return placed
+
+    def _urgency(self, pairs: Sequence[Pair], inside: bool) -> int:
+        sender = pairs[0][0]
+        return max(self._load[inside, "out", sender], *(self._load[inside, "in", receiver] for _, receiver in pairs))
+
+    def _take(self, number: int, step: int, inside: bool, pair: Pair) -> Hop:
+        queue = self._ready[inside][pair]
+        flow, bucket, edge = queue.popleft()
+        if not queue:
+            del self._ready[inside][pair]
+        self._load[inside, "out", pair[0]] -= 1
+        self._load[inside, "in", pair[1]] -= 1
+        self.left -= 1
+        return Hop(number, step, flow, bucket, edge)
+
+
+def _followers(edges: Sequence[Pair]) -> list[list[int]]:
+    """For each edge the edges that start where it ends; last, those that start at a rank that has the bucket anyway."""
+    brings = {receiver: at for at, (_, receiver) in enumerate(edges)}
+    after: list[list[int]] = [[] for _ in range(len(edges) + 1)]
+    for at, (sender, _) in enumerate(edges):
+        after[brings.get(sender, -1)].append(at)
+    return after
 
 
 def busiest(counts: Mapping[Pair, int]) -> int:

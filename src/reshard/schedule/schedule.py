@@ -8,22 +8,29 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.schedule.bucket import Bucket, BucketSize, Stream, fill_buckets, make_streams, size_buckets
-from reshard.schedule.rounds import RoundBlock, busiest, colour_rounds
+from reshard.schedule.rounds import Flow, Hop, RoundBlock, busiest, colour_rounds, flow_rounds
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
+    from reshard.topology.topology import Topology
 
 DEFAULT_STAGING_NBYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One bucket that this rank sends to, or receives from, a peer."""
+    """One bucket that this rank sends to, or receives from, a peer.
+
+    ``step`` orders operations inside a round: 0 over the network, then inside the domain. ``forwarded`` says that the
+    sender does not hold the bucket's bytes as a source, but hands on what it has received.
+    """
 
     round: int
+    step: int
     kind: Literal["send", "recv"]
     peer: int
     bucket: Bucket
+    forwarded: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,11 +45,15 @@ class Schedule:
     size: BucketSize
     streams: tuple[Stream, ...]
     blocks: tuple[RoundBlock, ...]
+    """Rounds in which nothing is forwarded."""
+
+    hops: tuple[Hop, ...] = ()
+    """Rounds of a plan over several domains, hop by hop."""
 
     @property
     def rounds(self) -> int:
         """How many rounds there are."""
-        return sum(block.repeat for block in self.blocks)
+        return sum(block.repeat for block in self.blocks) + (self.hops[-1].round + 1 if self.hops else 0)
 
     @cached_property
     def pair_buckets(self) -> dict[tuple[int, int], int]:
@@ -97,7 +108,7 @@ class Schedule:
         The send comes first: two ranks that exchange buckets in one round would otherwise wait for each other.
         """
         waiting: dict[tuple[int, int], list[Bucket]] = {}
-        operations: list[Operation] = []
+        operations: list[Operation] = self._operations_of_hops(rank)
         for block in self.blocks:
             for pair in block.pairs:
                 if rank not in pair:
@@ -107,9 +118,23 @@ class Schedule:
                 kind: Literal["send", "recv"] = "send" if pair[0] == rank else "recv"
                 peer = pair[1] if kind == "send" else pair[0]
                 operations.extend(
-                    Operation(block.first + k, kind, peer, waiting[pair].pop()) for k in range(block.repeat)
+                    Operation(block.first + k, 0, kind, peer, waiting[pair].pop()) for k in range(block.repeat)
                 )
-        return tuple(sorted(operations, key=lambda op: (op.round, op.kind == "recv")))
+        return tuple(sorted(operations, key=lambda op: (op.round, op.step, op.kind == "recv")))
+
+    def _operations_of_hops(self, rank: int) -> list[Operation]:
+        operations = []
+        for hop in self.hops:
+            edges = self.streams[hop.flow].edges
+            sender, receiver = edges[hop.edge]
+            if rank not in (sender, receiver):
+                continue
+            bucket = self.buckets(hop.flow)[hop.bucket]
+            forwarded = any(to == sender for _, to in edges)
+            kind: Literal["send", "recv"] = "recv" if rank == receiver else "send"
+            peer = sender if rank == receiver else receiver
+            operations.append(Operation(hop.round, hop.step, kind, peer, bucket, forwarded))
+        return operations
 
     def to_json(self) -> dict[str, Any]:
         """Numbers for people and tools; a schedule is made anew from its plan, not read back."""
@@ -149,7 +174,25 @@ def plan_schedule(
     """
     size = size_buckets(staging_nbytes, bucket_nbytes, depth)
     streams = make_streams(plan)
-    return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
+    if plan.topology.is_flat:
+        return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
+    flows = [_flow(stream, size, plan.topology) for stream in streams]
+    return Schedule(plan, size, streams, (), tuple(flow_rounds(flows, _local_steps(plan.topology))))
+
+
+_MOST_LOCAL_STEPS = 8
+
+
+def _local_steps(topology: Topology) -> int:
+    """How many buckets the fast link moves while the network moves one."""
+    fast = min(domain.bytes_per_second for domain in topology.domains)
+    slow = max(max(port.out_bytes_per_second, port.in_bytes_per_second) for port in topology.ports)
+    return max(1, min(_MOST_LOCAL_STEPS, fast // slow))
+
+
+def _flow(stream: Stream, size: BucketSize, topology: Topology) -> Flow:
+    inside = tuple(topology.domain_of(a) == topology.domain_of(b) for a, b in stream.edges)
+    return Flow(stream.edges, inside, stream.count(size))
 
 
 def _pair_buckets(streams: tuple[Stream, ...], size: BucketSize) -> dict[tuple[int, int], int]:

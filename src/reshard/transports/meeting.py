@@ -168,7 +168,7 @@ class Meeting:
         self._raise_timeout(self.rank, label, deadline.seconds, silent)
 
     def _forget(self, call: int) -> None:
-        """Delete what this rank left in the call before the last, which every rank has finished; made while it waits."""
+        """Delete what this rank left in the call before the last, which every rank has finished, while it waits."""
         done, self._old_keys = self._old_keys, self._last_keys
         self._last_keys = [self._key(call, self.rank)]
         if self.rank == 0:

@@ -44,6 +44,9 @@ class Link:
     peer: int
 
 
+When = tuple[int, int]
+"""A step of a round."""
+
 Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources, as words of equal shape."""
 
@@ -52,8 +55,11 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 class _Slot:
     """A place in staging memory and the tickets that still use it."""
 
+    arena: torch.Tensor
     offset: int
     holds: tuple[int, int] | None = None
+    busy_until: When = (-1, 0)
+    """While compiling: when what has landed here is needed last."""
     tickets: list[tuple[Transport, Ticket]] = field(default_factory=list)
 
 
@@ -63,11 +69,13 @@ class _Send:
     link: Link
     payload: torch.Tensor
     bucket: Bucket
-    slot: int | None
+    slot: _Slot | None
     pack: Copies | None
     """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
 
     round: int
+    step: int
+    forwards: bool = False
 
 
 @dataclass
@@ -77,11 +85,14 @@ class _Receive:
     bucket: Bucket
     nbytes: int
     into: torch.Tensor | None
-    slot: int | None
+    slot: _Slot | None
     regions: list[tuple[Box, int, Region]]
     """(outer box, its offset in the bucket, where a part of it goes): what unpacking writes."""
 
     round: int
+    step: int
+    after: When = (-1, 0)
+    """When its slot is needed last by what landed there before; it may be posted in any later step."""
     shown: dict[int, Copies] = field(default_factory=dict)
     """Views for unpacking, by the address at which the transport shows the bytes."""
 
@@ -113,22 +124,52 @@ def staging_need(
     verify: Verify = "none",
 ) -> StagingNeed:
     """How much staging ``Program`` will want: slots for buckets in flight, and room for the sums of a verification."""
-    size, in_place_from, in_place_to = schedule.size, set(borrowed), set(lent_to)
-    sends = receives = checks = 0
-    for (sender, receiver), count in schedule.pair_buckets.items():
-        if sender == rank and receiver not in in_place_to:
-            sends += count
-        if receiver == rank and sender not in in_place_from:
-            in_slot = links[sender].transport.lands == "caller" or schedule.plan.strategy == "gather-broadcast"
-            receives += count if in_slot else 0
+    size, in_place = schedule.size, _InPlace(borrowed, lent_to)
+    whole = schedule.plan.strategy == "gather-broadcast"
+    operations = [op for op in schedule.for_rank(rank) if not in_place.covers(op)]
+    handed_on = _handed_on(operations)
+    sends = sum(op.kind == "send" for op in operations)
+    receives = sum(
+        links[op.peer].transport.lands == "caller" or whole or _key(op.bucket) in handed_on
+        for op in operations
+        if op.kind == "recv"
+    )
+    checks = 0
     if verify != "none":
-        plan = schedule.plan
-        for route in plan.routes:
-            items = sum(1 for edge in route.edges if edge[0] == rank and edge[1] != rank)
-            if items:
-                checks += items * (8 * len(plan.route_items(route)) + 16)
+        for route in schedule.plan.routes:
+            edges = sum(1 for edge in route.edges if edge[0] == rank and edge[1] != rank)
+            if edges:
+                checks += edges * (8 * len(schedule.plan.route_items(route)) + 16)
     slot = align(size.slot_nbytes)
     return StagingNeed(max(min(sends, size.depth) * slot, align(checks)), min(receives, size.depth) * slot)
+
+
+class _InPlace:
+    """Which operations are not messages, since the receiver reads the sender's weights where they lie."""
+
+    def __init__(self, borrowed: Iterable[int], lent_to: Iterable[int]) -> None:
+        self._peers = {"recv": frozenset(borrowed), "send": frozenset(lent_to)}
+
+    def covers(self, op: Operation) -> bool:
+        return not op.forwarded and op.peer in self._peers[op.kind]
+
+
+def _key(bucket: Bucket) -> tuple[int, int]:
+    return bucket.stream, bucket.index
+
+
+def _handed_on(operations: Sequence[Operation]) -> dict[tuple[int, int], When]:
+    """The buckets that this rank hands on, each with the step in which it does so for the last time."""
+    return {_key(op.bucket): (op.round, op.step) for op in operations if op.kind == "send" and op.forwarded}
+
+
+@dataclass(frozen=True)
+class _Check:
+    """Items whose sums are compared with a peer's, and where they lie here."""
+
+    peer: int
+    items: list[Item]
+    memory: BoundMemory
 
 
 class Program:
@@ -174,11 +215,12 @@ class Program:
         self._send_slots = self._slots(send_arena)
         self._receive_slots = self._slots(receive_arena)
         self._send_arena = send_arena
-        self._receive_arena = receive_arena
+        self._landed: dict[tuple[int, int], _Slot | None] = {}
         self._verify: Verify = verify
         self._device = device
         self._lands_whole = self.plan.strategy == "gather-broadcast"
-        operations = [op for op in schedule.for_rank(rank) if self._is_message(op)]
+        in_place = _InPlace(self._borrowed, self._lent_to)
+        operations = [op for op in schedule.for_rank(rank) if not in_place.covers(op)]
         self._order: list[_Send | _Receive] = self._compile(operations)
         self._receives = [op for op in self._order if isinstance(op, _Receive)]
         self._copies = self._compile_copies()
@@ -195,50 +237,54 @@ class Program:
         if arena is None:
             return []
         slot = align(self.schedule.size.slot_nbytes)
-        return [_Slot(k * slot) for k in range(arena.numel() // slot)]
-
-    def _is_message(self, op: Operation) -> bool:
-        return op.peer not in (self._lent_to if op.kind == "send" else self._borrowed)
+        return [_Slot(arena, k * slot) for k in range(arena.numel() // slot)]
 
     def _compile(self, operations: Sequence[Operation]) -> list[_Send | _Receive]:
         order: list[_Send | _Receive] = []
-        used: list[int] = list(range(len(self._send_slots)))  # least recently used first
-        held: dict[int, tuple[int, int]] = {}
-        received = 0
+        last_use = _handed_on(operations)
         for op in operations:
-            link = self._links[op.peer]
             if op.kind == "send":
-                order.append(self._compile_send(op, link, used, held))
-                continue
-            compiled = self._compile_receive(op, link, received)
-            received += compiled.slot is not None
-            order.append(compiled)
+                order.append(self._compile_send(op))
+            else:
+                order.append(self._compile_receive(op, last_use.get(_key(op.bucket))))
         return order
 
-    def _compile_send(self, op: Operation, link: Link, used: list[int], held: dict[int, tuple[int, int]]) -> _Send:
-        bucket = op.bucket
-        run = merged_run(self._source_regions(bucket)) if link.transport.sends_from == "anywhere" else None
-        if run is not None:
-            return _Send(op.peer, link, run, bucket, None, None, op.round)
-        assert self._send_arena is not None
-        key = (bucket.stream, bucket.index)
-        slot = next((at for at, what in held.items() if what == key), None)
-        packed = slot is not None
-        if slot is None:
-            slot = used[0]
-            held[slot] = key
-        used.remove(slot)
-        used.append(slot)
-        offset = self._send_slots[slot].offset
-        payload = self._send_arena[offset : offset + bucket.nbytes]
-        pack = None if packed else self._pack_views(bucket, offset)
-        return _Send(op.peer, link, payload, bucket, slot, pack, op.round)
+    def _compile_send(self, op: Operation) -> _Send:
+        """Send from where the bytes are: the weights, the slot in which they came, or a slot they are packed into."""
+        bucket, link = op.bucket, self._links[op.peer]
+        slot = self._landed.get(_key(bucket)) if op.forwarded else None
+        if slot is not None:
+            return _Send(
+                op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, op.round, op.step, True
+            )
+        memory = self._dst if op.forwarded else self._src
+        if link.transport.sends_from == "anywhere":
+            run = merged_run(self._one_region_an_item(bucket, memory))
+            if run is not None:
+                return _Send(op.peer, link, run, bucket, None, None, op.round, op.step, op.forwarded)
+        slot, packed = self._slot_to_pack(bucket)
+        payload = self._slot_memory(slot, bucket.nbytes)
+        pack = None if packed else self._pack_views(bucket, slot, memory)
+        return _Send(op.peer, link, payload, bucket, slot, pack, op.round, op.step, op.forwarded)
 
-    def _source_regions(self, bucket: Bucket) -> list[Region]:
+    def _slot_to_pack(self, bucket: Bucket) -> tuple[_Slot, bool]:
+        """A slot for a bucket, the least recently used; or the one that holds it still."""
+        slot = next((slot for slot in self._send_slots if slot.holds == _key(bucket)), None)
+        packed = slot is not None
+        slot = slot or self._send_slots[0]
+        slot.holds = _key(bucket)
+        self._send_slots.remove(slot)
+        self._send_slots.append(slot)
+        return slot, packed
+
+    def _slot_memory(self, slot: _Slot, nbytes: int) -> torch.Tensor:
+        return slot.arena[slot.offset : slot.offset + nbytes]
+
+    def _one_region_an_item(self, bucket: Bucket, memory: BoundMemory) -> list[Region]:
         """The regions of a bucket in wire order where each item is one region; otherwise they are packed."""
         found: list[Region] = []
         for tensor, box in bucket.items:
-            regions = list(self._src.regions(self.plan.specs[tensor].name, box))
+            regions = list(memory.regions(self.plan.specs[tensor].name, box))
             self._check_found(tensor, box, regions)
             found.extend(regions if len(regions) == 1 else [])
         return found if len(found) == len(bucket.items) else _NOT_ONE_RUN
@@ -255,10 +301,9 @@ class Program:
                 box=box,
             )
 
-    def _pack_views(self, bucket: Bucket, offset: int) -> Copies:
-        assert self._send_arena is not None
-        base = int(self._send_arena.storage_offset()) + offset
-        return _wire_copies(self._placed(bucket, self._src), self._send_arena, base, pack=True)
+    def _pack_views(self, bucket: Bucket, slot: _Slot, memory: BoundMemory) -> Copies:
+        base = int(slot.arena.storage_offset()) + slot.offset
+        return _wire_copies(self._placed(bucket, memory), slot.arena, base, pack=True)
 
     def _placed(self, bucket: Bucket, memory: BoundMemory) -> list[tuple[Box, int, Region]]:
         """(item's box, its offset in the bucket, region) for what of the bucket lies in ``memory``."""
@@ -270,26 +315,37 @@ class Program:
             at += box.numel * spec.itemsize
         return placed
 
-    def _compile_receive(self, op: Operation, link: Link, number: int) -> _Receive:
-        bucket = op.bucket
+    def _compile_receive(self, op: Operation, last_use: When | None) -> _Receive:
+        bucket, link = op.bucket, self._links[op.peer]
         placed = self._placed(bucket, self._dst)
-        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round)
-        if self._lands_whole:  # the usual way receives every tensor whole and then takes its part
-            self._use_slot(receive, number)
-            return receive
+        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, op.step)
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
         run = merged_run([region for _, _, region in placed]) if complete else None
-        if run is not None:
+        if last_use is not None and self._hold(receive, last_use):
+            self._landed[_key(bucket)] = receive.slot
+        elif run is not None and not self._lands_whole:  # the usual way lands whole tensors, then takes its part
             receive.into, receive.regions = run, []
-        elif link.transport.lands == "caller":
-            self._use_slot(receive, number)
+        elif link.transport.lands == "caller" or self._lands_whole:
+            self._hold(receive, (op.round, op.step))
         return receive
 
-    def _use_slot(self, receive: _Receive, number: int) -> None:
-        assert self._receive_arena is not None
-        receive.slot = number % len(self._receive_slots)
-        offset = self._receive_slots[receive.slot].offset
-        receive.into = self._receive_arena[offset : offset + receive.nbytes]
+    def _hold(self, receive: _Receive, last_use: When) -> bool:
+        """Give a receive a slot until ``last_use``; False where that would leave none for later receives.
+
+        What cannot be kept is packed again from the weights when it is handed on, so that staging stays bounded. A slot
+        is free again in the step after its last use, never in the same one: a rank that sends from it and receives into
+        it in one step would wait for its peer to have read, while that one does the same.
+        """
+        now = (receive.round, receive.step)
+        free = [slot for slot in self._receive_slots if slot.busy_until < now]
+        if not free or (last_use > now and len(free) < 2):
+            assert last_use > now, "a slot is always left for a receive that is not kept"
+            return False
+        slot = min(free, key=lambda s: s.busy_until)
+        receive.slot, receive.after = slot, slot.busy_until
+        receive.into = self._slot_memory(slot, receive.nbytes)
+        slot.busy_until = last_use
+        return True
 
     def _compile_copies(self) -> Copies:
         targets: list[torch.Tensor] = []
@@ -303,16 +359,23 @@ class Program:
     def _compile_pull(self, peer: int) -> _Pull:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for tensor, box in self._edge_items(peer, self.rank):
+        for tensor, box in self._edge_items(peer, self.rank, forwarded=False):
             self._pair_up(tensor, box, self._borrowed[peer], targets, sources)
         return _Pull(peer, self._links[peer], (targets, sources))
 
-    def _edge_items(self, sender: int, receiver: int) -> list[Item]:
-        """Everything that goes over an edge, whole boxes where buckets would have cut them."""
+    def _edge_items(self, sender: int, receiver: int, *, forwarded: bool) -> list[Item]:
+        """Everything that goes over an edge, whole boxes where buckets would have cut them.
+
+        Args:
+            sender: The rank at its start.
+            receiver: The rank at its end.
+            forwarded: What the sender hands on; otherwise what it holds as a source.
+        """
         items = [
             item
             for route in self.plan.routes
             if (sender, receiver) in route.edges and sender != receiver
+            if bool(self.plan.classes[route.route_class].holders >> sender & 1) != forwarded
             for item in self.plan.route_items(route)
         ]
         return sorted(items, key=lambda item: (item[0], item[1].start))
@@ -371,7 +434,7 @@ class Program:
             self._move_in_batches(deadline)
         else:
             self._move_ahead(deadline)
-        for slot in self._send_slots:
+        for slot in (*self._send_slots, *self._receive_slots):
             slot.tickets.clear()
 
     def _move_in_batches(self, deadline: Deadline) -> None:
@@ -381,9 +444,13 @@ class Program:
         rounds overlap on the device. No GPU has run this.
         """
         before: list[tuple[_Receive, Ticket]] = []
-        for _, operations in groupby(self._order, key=lambda op: op.round):
+        for _, operations in groupby(self._order, key=lambda op: (op.round, op.step)):
             now: list[tuple[_Receive, Ticket]] = []
             mine = list(operations)
+            if any(isinstance(op, _Send) and op.forwards for op in mine):
+                for receive, ticket in before:
+                    self._finish(receive, ticket, deadline)
+                before = []
             for op in mine:
                 if isinstance(op, _Send):
                     self._pack(op, deadline)
@@ -393,6 +460,7 @@ class Program:
                 for op in mine:
                     transport = op.link.transport
                     if isinstance(op, _Receive):
+                        self._drain(op.slot, deadline)
                         now.append((op, transport.post_recv(op.link.peer, op.nbytes, op.into)))
                     else:
                         self._post(op)
@@ -411,6 +479,9 @@ class Program:
         for op in self._order:
             while posted < len(self._receives) and posted < done + ahead:
                 receive = self._receives[posted]
+                if receive.after >= (op.round, op.step):
+                    break
+                self._drain(receive.slot, deadline)
                 tickets[posted] = receive.link.transport.post_recv(receive.link.peer, receive.nbytes, receive.into)
                 posted += 1
             if isinstance(op, _Send):
@@ -424,19 +495,23 @@ class Program:
 
     def _pack(self, op: _Send, deadline: Deadline) -> None:
         """Fill the operation's slot, once what was sent from it before has left."""
-        if op.slot is None or op.pack is None:
+        if op.slot is not None and op.pack is not None:
+            self._drain(op.slot, deadline)
+            copy_all(*op.pack)
+
+    def _drain(self, slot: _Slot | None, deadline: Deadline) -> None:
+        """Wait until nobody reads a slot any more."""
+        if slot is None:
             return
-        slot = self._send_slots[op.slot]
-        for earlier, ticket in slot.tickets:
-            earlier.wait(ticket, deadline)
+        for transport, ticket in slot.tickets:
+            transport.wait(ticket, deadline)
         slot.tickets.clear()
-        copy_all(*op.pack)
 
     def _post(self, op: _Send) -> tuple[Transport, Ticket]:
         with self._context("sending", op):
             posted = (op.link.transport, op.link.transport.post_send(op.link.peer, op.payload))
         if op.slot is not None:
-            self._send_slots[op.slot].tickets.append(posted)
+            op.slot.tickets.append(posted)
         return posted
 
     def _finish(self, op: _Receive, ticket: Ticket, deadline: Deadline) -> None:
@@ -466,66 +541,66 @@ class Program:
 
     # -- verifying -------------------------------------------------------------------------------------------------
 
-    def _compile_checks(self) -> tuple[list[tuple[int, list[Item]]], list[tuple[int, list[Item]]]]:
-        """(peer, items) that this rank sent, and those that it received and keeps."""
-        peers = sorted(
-            {peer for route in self.plan.routes for edge in route.edges if self.rank in edge for peer in edge}
-        )
+    def _compile_checks(self) -> tuple[list[_Check], list[_Check]]:
+        """What this rank sent, from its source or handed on, and what it received, by peer."""
+        peers = {peer for route in self.plan.routes for edge in route.edges if self.rank in edge for peer in edge}
         sent, received = [], []
-        for peer in peers:
-            if peer != self.rank:
-                sent.append((peer, self._edge_items(self.rank, peer)))
-                received.append((peer, self._edge_items(peer, self.rank)))
-        return [row for row in sent if row[1]], [row for row in received if row[1]]
+        for peer in sorted(peers - {self.rank}):
+            for forwarded in (False, True):
+                memory = self._dst if forwarded else self._src
+                sent.append(_Check(peer, self._edge_items(self.rank, peer, forwarded=forwarded), memory))
+                received.append(_Check(peer, self._edge_items(peer, self.rank, forwarded=forwarded), self._dst))
+        return [check for check in sent if check.items], [check for check in received if check.items]
 
     def _compare(self, deadline: Deadline) -> None:
         """Exchange sums over every item: the sender's of its own memory, the receiver's of what has landed."""
         sent, received = self._checks
         inbox = []
-        for peer, items in received:
-            link = self._links[peer]
-            buffer = torch.empty(8 * len(items), dtype=torch.uint8, device=self._device)
-            inbox.append((peer, items, buffer, link, link.transport.post_recv(link.peer, buffer.numel(), buffer)))
+        for check in received:
+            link = self._links[check.peer]
+            buffer = torch.empty(8 * len(check.items), dtype=torch.uint8, device=self._device)
+            inbox.append((check, buffer, link, link.transport.post_recv(link.peer, buffer.numel(), buffer)))
         outbox = []
         staged = 0
-        for peer, items in sent:
-            link = self._links[peer]
-            payload = self._sums(items, self._src).view(torch.uint8)
+        for check in sent:
+            link = self._links[check.peer]
+            payload = self._sums(check).view(torch.uint8)
             if link.transport.sends_from == "staging":
                 assert self._send_arena is not None
                 payload = self._send_arena[staged : staged + payload.numel()].copy_(payload)
                 staged += align(payload.numel())
             outbox.append((link.transport, link.transport.post_send(link.peer, payload)))
         faults = []
-        for peer, items, buffer, link, ticket in inbox:
+        for check, buffer, link, ticket in inbox:
             link.transport.wait(ticket, deadline)
             link.transport.release(ticket)
-            faults += self._differences(peer, items, buffer.view(torch.int64))
+            faults += self._differences(check, buffer.view(torch.int64))
         for transport, ticket in outbox:
             transport.wait(ticket, deadline)
         if faults:
             raise VerifyError("\n".join(faults[:20]), rank=self.rank, faults=tuple(faults))
 
-    def _sums(self, items: Sequence[Item], memory: BoundMemory) -> torch.Tensor:
-        sums = torch.zeros(len(items), dtype=torch.int64, device=self._device)
-        for at, (tensor, box) in enumerate(items):
+    def _sums(self, check: _Check) -> torch.Tensor:
+        sums = torch.zeros(len(check.items), dtype=torch.int64, device=self._device)
+        for at, (tensor, box) in enumerate(check.items):
             spec = self.plan.specs[tensor]
-            regions = list(memory.regions(spec.name, box))
+            regions = list(check.memory.regions(spec.name, box))
             if regions:
                 sums[at] = box_sum(box, spec, regions, self._verify)
         return sums
 
-    def _differences(self, peer: int, items: Sequence[Item], theirs: torch.Tensor) -> list[str]:
-        ours = self._sums(items, self._dst)
+    def _differences(self, check: _Check, theirs: torch.Tensor) -> list[str]:
+        ours = self._sums(check)
         faults = []
         for at in torch.nonzero(ours != theirs).flatten().tolist():
-            tensor, box = items[at]
+            tensor, box = check.items[at]
             spec = self.plan.specs[tensor]
             kept = sum(region.box.numel for region in self._dst.regions(spec.name, box))
             if kept == box.numel:  # what is not kept (a whole tensor sent to all) is not compared
                 faults.append(
-                    f"{spec.name!r}: {box} from {self.plan.rank_name(peer)} to {self.plan.rank_name(self.rank)} does "
-                    f"not hold the bytes that were sent ({self._verify} differs). The destination is torn: refit again."
+                    f"{spec.name!r}: {box} from {self.plan.rank_name(check.peer)} to "
+                    f"{self.plan.rank_name(self.rank)} does not hold the bytes sent ({self._verify} differs). "
+                    f"The destination is torn: refit again."
                 )
         return faults
 
