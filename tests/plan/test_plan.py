@@ -19,7 +19,6 @@ from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 from reshard.testing.strategies import cases
-from reshard.topology.topology import Topology
 
 PURE_CASES = cases(odd_memory=False, max_tensors=2)
 
@@ -336,10 +335,6 @@ def test_pieces_of_the_rank_that_publishes_must_be_merged_first():
     ("options", "message"),
     [
         ({"strategy": "magic"}, r"Strategy 'magic' is unknown; use one of reshard, point-to-point, gather-broadcast\."),
-        (
-            {"topology": Topology("two hosts", ((0, 1), (2, 3)))},
-            r"Topology 'two hosts' has 2 domains; this version plans for one",
-        ),
     ],
 )
 def test_an_option_that_cannot_work_is_refused(options, message):

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BarePull(Operation):
-    """One copy: the sources say that their shared memory may be read, every destination copies its columns out of it."""
+    """One copy: sources say that their shared memory may be read, every destination copies its columns out of it."""
 
     def __init__(self, name: str, tokens: Tokens, memory: Memory) -> None:
         super().__init__(name)

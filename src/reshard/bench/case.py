@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from reshard.errors import ConfigError, VerifyError
-from reshard.layouts.box import Box
 from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from reshard.layouts.box import Box
 
 SOURCES, DESTINATIONS = 2, 4
 SIZE = SOURCES + DESTINATIONS
@@ -153,11 +154,12 @@ class Memory:
             self._expected = (version, list(self._values(version)))
         for at, (view, values) in enumerate(zip(self.wanted, self._expected[1], strict=True)):
             if not torch.equal(view, values):
-                row, column = torch.nonzero(view != values)[0].tolist()
+                wrong = torch.nonzero(view != values)
+                row, column = wrong[0].tolist()
                 raise VerifyError(
                     f"{self.case.name}, {operation}: rank {self.rank} holds a wrong value at [{row}, {column}] of its "
-                    f"part of tensor {at}: {view[row, column].item() & 0xFFFF:#06x} instead of "
-                    f"{values[row, column].item() & 0xFFFF:#06x} ({int((view != values).sum())} of {view.numel()} differ).",
+                    f"part of tensor {at}: {int(view[row, column]) & 0xFFFF:#06x} instead of "
+                    f"{int(values[row, column]) & 0xFFFF:#06x} ({len(wrong)} of {view.numel()} differ).",
                     operation=operation,
                     rank=self.rank,
                 )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from reshard.bench import SCENARIOS, TRANSPORTS
 from reshard.bench.bare import BarePull, BareStaged, Memcpy
 from reshard.bench.case import SIZE, SOURCES, WORD, Case, Memory
 from reshard.bench.measure import Figures, RankSamples, measure, put_together
@@ -27,10 +28,9 @@ from reshard.transports.shm import ShmTransport, share_memory_
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-SCENARIOS = ("tp4", "tp2dp2", "small-tensors")
-TRANSPORTS = ("torch_p2p", "shm")
+FULL_SIZE = 8192
 CHUNK_NBYTES = 8 << 20
-_SMALL_TENSORS, _SMALL_NBYTES, _ONE_WIDTH = 2000, 10**9, 2048
+_SMALL_TENSORS, _SMALL_NBYTES, _ONE_WIDTH = 2000, 10**9, 2048  # at full size
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def run_local(
     *,
     scenarios: Sequence[str] = SCENARIOS,
     transports: Sequence[str] = TRANSPORTS,
-    size: int = 8192,
+    size: int = FULL_SIZE,
     repeat: int = 7,
     timeout_seconds: float = 600.0,
     progress: Callable[[str], None] = lambda _: None,
@@ -65,13 +65,13 @@ def run_local(
     Args:
         scenarios: Some of ``SCENARIOS``.
         transports: Some of ``TRANSPORTS``; the usual way on gloo is measured always.
-        size: The tensor is bf16 ``[size, size]``; the small tensors shrink with it.
+        size: The tensor is bf16 ``[size, size]``; the small tensors become fewer with it.
         repeat: Measured runs of every operation.
         timeout_seconds: For all of it.
         progress: Told what is being done.
 
     Returns:
-        By scenario: figures of every operation, and ratios.
+        For JSON: by scenario the figures of every operation (medians over the runs) and ratios.
 
     Raises:
         VerifyError: An operation brought a wrong element.
@@ -127,7 +127,7 @@ def cases_of(scenario: str, size: int) -> list[Case]:
     if scenario == "tp2dp2":
         return [Case("tp2dp2", ((size, size),), replicas=2)]
     if scenario == "small-tensors":
-        shapes = small_shapes(_SMALL_TENSORS, _SMALL_NBYTES * size // 8192)
+        shapes = small_shapes(max(20, _SMALL_TENSORS * size // FULL_SIZE), _SMALL_NBYTES * size // FULL_SIZE)
         # As wide as most bytes of the small ones are, so that runs of memory are as long and only the number differs.
         numel = sum(rows * columns for rows, columns in shapes)
         return [Case("many", shapes), Case("one", ((-(-numel // (SOURCES * _ONE_WIDTH)) * SOURCES, _ONE_WIDTH),))]
@@ -243,11 +243,11 @@ _SMALL_REFITS = ("reshard_gloo", "reshard_shm", "reshard_shm_private")
 # -- the report --------------------------------------------------------------------------------------------------------
 
 RATIOS = (
-    ("gather_broadcast_shm", "reshard_shm"),
+    ("gather_broadcast_shm", "reshard_shm"),  # the same transport: nothing is owed to gloo
     ("gather_broadcast", "reshard_gloo"),
     ("gather_broadcast", "reshard_shm"),
-    ("gather_broadcast", "point_to_point_gloo"),
     ("gather_broadcast", "reshard_shm_private"),
+    ("gather_broadcast", "point_to_point_gloo"),
     ("reshard_shm", "bare_pull"),
     ("reshard_shm_private", "bare_staged"),
     ("memcpy", "bare_pull"),
@@ -256,42 +256,66 @@ RATIOS = (
 )
 """(a, b): how many times as long as b takes a."""
 
+REACH = {
+    "gather_broadcast / reshard_gloo": {"at_least": 2.3},
+    "gather_broadcast / reshard_shm": {"at_least": 9.0},
+    "reshard_shm / bare_pull": {"at_most": 1.25},
+    "reshard_shm_private / bare_staged": {"at_most": 1.25},
+    "memcpy / bare_pull": {"at_least": 0.75},
+}
+"""What the ratios of tp4 are meant to be."""
+
+SMALL_REACH = {"at_most": 1.3}
+"""What each of ``cpu_seconds_ratio`` is meant to be at most."""
+
 
 def _report(scenario: str, size: int, figures: dict[str, Figures]) -> dict[str, Any]:
     cases = cases_of(scenario, size)
     report: dict[str, Any] = {
-        "tensors": {case.name: len(case.shapes) for case in cases},
+        "tensors": len(cases[0].shapes),
         "nbytes": cases[0].nbytes,
-        "landed_nbytes": cases[0].nbytes * cases[0].replicas,
+        "replicas": cases[0].replicas,
     }
+    pairs: Sequence[tuple[str, str]] = RATIOS
+    reach: Mapping[str, Any] = REACH if scenario == "tp4" else {}
     if scenario == "small-tensors":
-        kinds = [name.removeprefix("many_") for name in figures if name.startswith("many_")]
-        report["ratios"] = {
-            f"cpu_seconds_{kind}": figures[f"many_{kind}"].median_cpu_seconds
-            / figures[f"one_{kind}"].median_cpu_seconds
-            for kind in kinds
-        } | {
-            f"seconds_{kind}": figures[f"many_{kind}"].median_seconds / figures[f"one_{kind}"].median_seconds
-            for kind in kinds
+        reach = {"cpu_seconds_ratio": SMALL_REACH}
+        pairs = [(name, f"one_{name.removeprefix('many_')}") for name in figures if name.startswith("many_")]
+        report["cpu_seconds_ratio"] = {
+            many.removeprefix("many_"): figures[many].median_cpu_seconds / figures[one].median_cpu_seconds
+            for many, one in pairs
         }
     else:
-        _choose(figures, [(f"{form}", form) for form in FORMS] + [("gather_broadcast_shm", "gather_broadcast_shm")])
-        forms = {form: figures[form] for form in FORMS}
-        fastest = min(forms, key=lambda form: forms[form].median_seconds)
-        figures["gather_broadcast"] = forms[fastest]
+        report["whole_or_chunks"] = {name: figure.median_seconds for name, figure in figures.items() if "/" in name}
+        figures = _choose(figures)
+        fastest = min(FORMS, key=lambda form: figures[form].median_seconds)
+        figures["gather_broadcast"] = figures[fastest]
         report["fastest_usual_way"] = fastest
-        report["ratios"] = {
-            f"{a} / {b}": figures[a].median_seconds / figures[b].median_seconds
-            for a, b in RATIOS
-            if a in figures and b in figures
-        }
-    report["operations"] = {name: figure.to_json() for name, figure in figures.items()}
-    return report
+    report["ratios"] = {
+        f"{a} / {b}": figures[a].median_seconds / figures[b].median_seconds
+        for a, b in pairs
+        if a in figures and b in figures
+    }
+    if reach and size == FULL_SIZE:
+        report["reach"] = dict(reach)
+    columns: dict[str, Callable[[Figures], Any]] = {
+        "seconds": lambda f: f.median_seconds,
+        "seconds_range": lambda f: [min(f.seconds), max(f.seconds)],
+        "cpu_seconds": lambda f: f.median_cpu_seconds,
+        "wire_nbytes": lambda f: f.wire_nbytes,
+        "peak_extra_nbytes": lambda f: f.peak_extra_nbytes,
+        "compared": lambda f: list(f.compared),
+    }
+    return report | {
+        column: {name: value(figure) for name, figure in figures.items()} for column, value in columns.items()
+    }
 
 
-def _choose(figures: dict[str, Figures], wanted: Sequence[tuple[str, str]]) -> None:
-    """Add, for every name, the faster of whole and in chunks."""
-    for name, stem in wanted:
-        ways = [figures[stem + suffix] for suffix in _WHOLE_OR_CHUNKS if stem + suffix in figures]
-        if ways:
-            figures[name] = min(ways, key=lambda figure: figure.median_seconds)
+def _choose(figures: Mapping[str, Figures]) -> dict[str, Figures]:
+    """Keep the faster of whole and in chunks, under the name without the way."""
+    chosen: dict[str, Figures] = {}
+    for name, figure in figures.items():
+        stem = name.split("/")[0]
+        if stem not in chosen or figure.median_seconds < chosen[stem].median_seconds:
+            chosen[stem] = figure
+    return chosen

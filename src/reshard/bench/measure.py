@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -36,7 +36,7 @@ class RankSamples:
     wire_nbytes: int = 0
     buffer_nbytes: int = 0
     growth_nbytes: int = 0
-    """How much the peak of this process's memory rose above where it was, over one run; 0 where that is not told."""
+    """How far the peak of this process's memory rose in a steady run; 0 where the system does not tell."""
     compared: list[int] = field(default_factory=list)
     """Elements compared, once for each comparison."""
 
@@ -90,7 +90,7 @@ def _compare_all(
         tokens.meet(rank)
         before = reset_peak_nbytes()
         operation.run()
-        mine.growth_nbytes = max(mine.growth_nbytes, peak_nbytes() - before)
+        mine.growth_nbytes = peak_nbytes() - before  # the last one counts: the first run also maps what is kept
         mine.wire_nbytes, mine.buffer_nbytes = operation.wire_nbytes, operation.buffer_nbytes
         tokens.meet(rank)  # sources may hold new values only when everybody has read the old ones
         if operation.brings:
@@ -127,7 +127,8 @@ class Figures:
     wire_nbytes: int
     """Payload that came to a rank from another in one run, over whatever link."""
     peak_extra_nbytes: int
-    """The most that one rank had beside source and destination: buffers kept, and the rise of its peak in a run."""
+    """The most that one rank had beside source and destination: buffers kept, and the rise of its peak in a run
+    (VmHWM), which shows what is allocated and freed again."""
     compared: tuple[int, ...]
     """Elements compared, all ranks together, before the measured runs and after them."""
 
@@ -138,17 +139,6 @@ class Figures:
     @property
     def median_cpu_seconds(self) -> float:
         return median(self.cpu_seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "seconds": self.median_seconds,
-            "least_seconds": min(self.seconds),
-            "most_seconds": max(self.seconds),
-            "cpu_seconds": self.median_cpu_seconds,
-            "wire_nbytes": self.wire_nbytes,
-            "peak_extra_nbytes": self.peak_extra_nbytes,
-            "compared": list(self.compared),
-        }
 
 
 def put_together(ranks: Sequence[Mapping[str, RankSamples]]) -> dict[str, Figures]:

@@ -193,7 +193,7 @@ class UsualWay(Operation):
 
 
 class UsualWayShm(Operation):
-    """The usual way on this library's shared memory: every destination copies every shard whole, then cuts out its part.
+    """The usual way on this library's shared memory: a destination copies every shard whole, then cuts out its part.
 
     Args:
         name: What the report calls it.

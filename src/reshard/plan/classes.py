@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from reshard.errors import CoverageError, ManifestError
+from reshard.errors import CoverageError, LayoutError, ManifestError
 from reshard.plan.cells import BoxIndex, Cell, Claim, find_cells, mask_of, ranks_of
 
 if TYPE_CHECKING:
@@ -100,6 +100,7 @@ def make_patterns(
         _check_wanted_once(spec, needed, rank_name)
         cells = find_cells(spec.shape, held, needed)
         _check_covered(spec, held, cells, rank_name)
+        _check_blocks(spec, cells)
         patterns.append(Pattern(spec.shape, spec.itemsize, held, needed, cells, tuple(tensors)))
     return tuple(patterns)
 
@@ -151,6 +152,23 @@ def _check_covered(
         ranks=ranks,
         box=gap.box,
     )
+
+
+def _check_blocks(spec: TensorSpec, cells: Sequence[Cell]) -> None:
+    """Refuse a cut of either side that falls inside a block which only the other side declares."""
+    for cell in cells:
+        for dim, granule in enumerate(spec.granule):
+            for edge in (cell.box.start[dim], cell.box.stop[dim]):
+                if edge % granule and edge != spec.shape[dim]:
+                    raise LayoutError(
+                        f"{spec.name!r}: a shard edge at index {edge} of dim {dim} cuts a block of {granule} (shape "
+                        f"{list(spec.shape)}). Blocks travel whole: move the edge to a multiple of {granule} on the "
+                        f"side that has it, or quantise again after the refit.",
+                        tensor=spec.name,
+                        dim=dim,
+                        edge=edge,
+                        granule=granule,
+                    )
 
 
 def make_classes(patterns: Sequence[Pattern], *, whole: bool = False) -> tuple[RouteClass, ...]:

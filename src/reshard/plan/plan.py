@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ManifestError, PlanError
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import Manifest
+from reshard.layouts.manifest import HERE, Manifest
 from reshard.plan.cells import ranks_of
 from reshard.plan.classes import Pattern, RouteClass, make_classes, make_patterns
 from reshard.plan.proof import Proof, prove
@@ -312,6 +312,8 @@ def plan_refit(
     if strategy not in STRATEGIES:
         raise PlanError(f"Strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
     source, destinations = _as_manifests(src, dst)
+    for manifest in (source, *destinations):
+        _check_merged(manifest)
     check_match(source, destinations)
     worlds = _place_worlds(source, destinations)
     first = {world.name: world.first for world in worlds}
@@ -346,6 +348,16 @@ def _as_manifests(
         return Manifest.from_layouts({"tensor": side}) if isinstance(side, Layout) else side
 
     return one(src), [one(dst)] if isinstance(dst, (Manifest, Layout)) else [one(manifest) for manifest in dst]
+
+
+def _check_merged(manifest: Manifest) -> None:
+    for entry in manifest.entries:
+        if any(HERE in holding.ranks for holding in entry.holdings):
+            raise ManifestError(
+                f"{entry.spec.name!r}: the manifest of {manifest.world} is that of a single rank, whose number is not "
+                f"known yet. Put the manifests of all ranks together first: merge({{rank: manifest, ...}}).",
+                tensor=entry.spec.name,
+            )
 
 
 def check_match(src: Manifest, dst: Sequence[Manifest]) -> None:

@@ -47,16 +47,11 @@ class ByteString:
         tensor, box = self.items[index]
         spec = self._specs[tensor]
         for dim, size in enumerate(box.shape):
-            row = prod(box.shape[dim + 1 :]) * spec.itemsize
-            if spec.granule:
-                step = row * spec.granule[dim]
-                best += (offset - best) // step * step
-                if size > spec.granule[dim]:
-                    return best
-                continue
-            best += (offset - best) // row * row
-            if best > offset - slack:
-                return best
+            granule = spec.granule[dim] if spec.granule else 1
+            step = prod(box.shape[dim + 1 :]) * spec.itemsize * granule
+            best += (offset - best) // step * step
+            if best > offset - slack or (granule > 1 and size > 1):
+                return best  # blocks of several rows do not lie one after the other: no cut inside a row of blocks
         return best
 
     def between(self, lo: int, hi: int) -> list[Item]:
@@ -74,3 +69,11 @@ class ByteString:
                 found.extend((tensor, part) for part in box.linear_range(first, last))
             index += 1
         return found
+
+
+def unit_nbytes(box: Box, spec: TensorSpec) -> int:
+    """Bytes of the largest part of a box that no cut may divide: an element, a block, or a row of blocks."""
+    for dim, size in enumerate(box.shape):
+        if spec.granule and spec.granule[dim] > 1 and size > 1:
+            return prod(box.shape[dim + 1 :]) * spec.itemsize * min(size, spec.granule[dim])
+    return spec.itemsize

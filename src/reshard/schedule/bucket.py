@@ -8,11 +8,11 @@ found by each end for itself, at the last row or box that ends within a slack be
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import ScheduleError
-from reshard.plan.strings import ByteString
+from reshard.plan.strings import ByteString, unit_nbytes
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
@@ -94,20 +94,70 @@ class Stream:
     """(class, start, stop)"""
 
     nbytes: int
+    cuts: tuple[int, ...] = ()
+    """Where its buckets begin, if it holds blocks that a nominal cut with its slack cannot step around."""
 
     def count(self, size: BucketSize) -> int:
         """How many buckets the stream is cut into."""
-        return -(-self.nbytes // size.nbytes)
+        return len(self.cuts) or -(-self.nbytes // size.nbytes)
 
 
-def make_streams(plan: Plan) -> tuple[Stream, ...]:
-    """The streams of a plan, by their edges; copies inside a rank are left out."""
+def make_streams(plan: Plan, size: BucketSize) -> tuple[Stream, ...]:
+    """The streams of a plan, by their edges; copies inside a rank are left out.
+
+    Raises:
+        ScheduleError: A block, a row of blocks or an element is larger than a bucket may be.
+    """
     parts: dict[tuple[tuple[int, int], ...], list[tuple[int, int, int]]] = {}
     for route in plan.routes:
         edges = tuple(edge for edge in route.edges if edge[0] != edge[1])
         if edges:
             parts.setdefault(edges, []).append((route.route_class, route.start, route.stop))
-    return tuple(Stream(edges, tuple(rows), sum(b - a for _, a, b in rows)) for edges, rows in sorted(parts.items()))
+    units = [_units(plan, at) for at in range(len(plan.classes))]
+    streams = []
+    for edges, rows in sorted(parts.items()):
+        stream = Stream(edges, tuple(rows), sum(stop - start for _, start, stop in rows))
+        of_stream = {unit for at, _, _ in rows for unit in units[at]}
+        even = len(of_stream) == 1 and size.nbytes % max(of_stream) == 0
+        if max(of_stream) > size.slack_nbytes + 1 and not even:
+            stream = replace(stream, cuts=_cut_by_hand(plan, stream, size))
+        streams.append(stream)
+    return tuple(streams)
+
+
+def _units(plan: Plan, route_class: int) -> frozenset[int]:
+    """Sizes of what cannot be cut in a class's string."""
+    return frozenset(
+        unit_nbytes(box, plan.specs[plan.patterns[at].tensors[0]])
+        for at, boxes in plan.classes[route_class].parts
+        for box in boxes
+    )
+
+
+def _cut_by_hand(plan: Plan, stream: Stream, size: BucketSize) -> tuple[int, ...]:
+    """Begin each bucket where the one before is full."""
+    string = _expand(plan, stream)
+    cuts = [0]
+    while True:
+        place = string.floor(cuts[-1] + size.slot_nbytes, size.slack_nbytes)
+        if place == string.nbytes:
+            return tuple(cuts)
+        if place == cuts[-1]:
+            tensor, box = string.between(place, string.nbytes)[0]
+            spec = plan.specs[tensor]
+            what = f"blocks of {list(spec.granule)}" if spec.granule else spec.dtype
+            raise ScheduleError(
+                f"{spec.name!r}: {box} is made of {what}, of which at least {format_nbytes(unit_nbytes(box, spec))} "
+                f"travel together; a bucket holds {format_nbytes(size.slot_nbytes)}. Raise staging_nbytes.",
+                tensor=spec.name,
+            )
+        cuts.append(place)
+
+
+def _expand(plan: Plan, stream: Stream) -> ByteString:
+    items = [item for at, lo, hi in stream.parts for item in plan.string(at).between(lo, hi)]
+    items.sort(key=lambda item: (item[0], item[1].start))
+    return ByteString(items, plan.specs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,28 +171,15 @@ class Bucket:
 
 
 def fill_buckets(plan: Plan, stream: int, streams: tuple[Stream, ...], size: BucketSize) -> list[Bucket]:
-    """Expand a stream and cut it into its buckets.
-
-    Raises:
-        ScheduleError: A granule (or an element) is larger than a bucket may be.
-    """
+    """Expand a stream and cut it into its buckets."""
     this = streams[stream]
-    items = [item for at, lo, hi in this.parts for item in plan.string(at).between(lo, hi)]
-    items.sort(key=lambda item: (item[0], item[1].start))
-    string = ByteString(items, plan.specs)
+    string = _expand(plan, this)
     count = this.count(size)
-    edges = [string.floor(k * size.nbytes, size.slack_nbytes) for k in range(count)] + [string.nbytes]
+    cuts = this.cuts or tuple(string.floor(k * size.nbytes, size.slack_nbytes) for k in range(count))
+    edges = [*cuts, string.nbytes]
     buckets = []
     for k in range(count):
         lo, hi = edges[k], edges[k + 1]
-        if not 0 < hi - lo <= size.slot_nbytes:
-            tensor, box = string.between(lo, hi)[0] if hi > lo else items[0]
-            spec = plan.specs[tensor]
-            raise ScheduleError(
-                f"{spec.name!r}: bucket {k} would hold {format_nbytes(hi - lo)} of {box}; a bucket holds at most "
-                f"{format_nbytes(size.slot_nbytes)} and no cut may fall inside an element or a granule of "
-                f"{list(spec.granule) or 1}. Raise staging_nbytes.",
-                tensor=spec.name,
-            )
+        assert 0 < hi - lo <= size.slot_nbytes, f"bucket {k} of stream {stream} holds {hi - lo} bytes"
         buckets.append(Bucket(stream, k, tuple(string.between(lo, hi)), hi - lo))
     return buckets

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 Pair = tuple[int, int]
 
@@ -85,50 +85,11 @@ class _Graph:
                 to[sender], by[receiver] = receiver, sender
         for sender in sorted(self.left):
             if self._out[sender] == most and sender not in to:
-                self._place_sender(sender, most, to, by, set())
+                _place(sender, self.left, self._in, to, by, lambda other: self._out[other] < most)
         for receiver in sorted(self._back):
             if self._in[receiver] == most and receiver not in by:
-                self._place_receiver(receiver, most, to, by, set())
+                _place(receiver, self._back, self._out, by, to, lambda other: self._in[other] < most)
         return to
-
-    def _place_sender(self, sender: int, most: int, to: dict[int, int], by: dict[int, int], seen: set[int]) -> bool:
-        """Find the sender a receiver: a free one, one of a sender that can wait, or one whose sender finds another."""
-        for receiver in sorted(self.left[sender], key=lambda r: (-self._in[r], r)):
-            if receiver in seen:
-                continue
-            seen.add(receiver)
-            holder = by.get(receiver)
-            if holder is None or self._place_sender_elsewhere(holder, most, to, by, seen):
-                to[sender], by[receiver] = receiver, sender
-                return True
-        return False
-
-    def _place_sender_elsewhere(
-        self, sender: int, most: int, to: dict[int, int], by: dict[int, int], seen: set[int]
-    ) -> bool:
-        if self._out[sender] < most:
-            del to[sender]
-            return True
-        return self._place_sender(sender, most, to, by, seen)
-
-    def _place_receiver(self, receiver: int, most: int, to: dict[int, int], by: dict[int, int], seen: set[int]) -> bool:
-        for sender in sorted(self._back[receiver], key=lambda s: (-self._out[s], s)):
-            if sender in seen:
-                continue
-            seen.add(sender)
-            served = to.get(sender)
-            if served is None or self._place_receiver_elsewhere(served, most, to, by, seen):
-                to[sender], by[receiver] = receiver, sender
-                return True
-        return False
-
-    def _place_receiver_elsewhere(
-        self, receiver: int, most: int, to: dict[int, int], by: dict[int, int], seen: set[int]
-    ) -> bool:
-        if self._in[receiver] < most:
-            del by[receiver]
-            return True
-        return self._place_receiver(receiver, most, to, by, seen)
 
     def how_often(self, matching: Mapping[int, int]) -> int:
         """How many rounds in a row the matching stays as good: until a pair runs out, or one left out catches up."""
@@ -152,6 +113,42 @@ class _Graph:
                 del self.left[sender]
             _lower(self._out, sender, repeat)
             _lower(self._in, receiver, repeat)
+
+
+def _place(
+    start: int,
+    neighbours: Mapping[int, Iterable[int]],
+    load: Mapping[int, int],
+    mate: dict[int, int],
+    mate_back: dict[int, int],
+    can_wait: Callable[[int], bool],
+) -> None:
+    """Match ``start`` along an alternating path: to a free neighbour, or to one whose mate can wait or finds another.
+
+    All that were matched on the other side stay matched.
+    """
+    came_from: dict[int, int] = {}
+    queue = deque([start])
+    while queue:
+        node = queue.popleft()
+        for other in sorted(neighbours[node], key=lambda n: (-load[n], n)):
+            if other in came_from:
+                continue
+            came_from[other] = node
+            holder = mate_back.get(other)
+            if holder is not None and not can_wait(holder):
+                queue.append(holder)
+                continue
+            if holder is not None:
+                del mate[holder]
+            while True:
+                node = came_from[other]
+                before = mate.get(node)
+                mate[node], mate_back[other] = other, node
+                if node == start:
+                    return
+                assert before is not None
+                other = before
 
 
 def _lower(degree: dict[int, int], node: int, by: int) -> None:

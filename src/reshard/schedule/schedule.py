@@ -173,7 +173,7 @@ def plan_schedule(
         ScheduleError: The buckets do not fit into the limit.
     """
     size = size_buckets(staging_nbytes, bucket_nbytes, depth)
-    streams = make_streams(plan)
+    streams = make_streams(plan, size)
     if plan.topology.is_flat:
         return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
     flows = [_flow(stream, size, plan.topology) for stream in streams]

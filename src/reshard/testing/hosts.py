@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 TOOLS = {
     **dict.fromkeys(("ip", "tc"), "iproute2"),
-    **dict.fromkeys(("unshare", "nsenter", "setpriv", "mount"), "util-linux"),
+    **dict.fromkeys(("unshare", "nsenter", "mount"), "util-linux"),
 }
 """Programs that are needed, and the Debian packages they are in."""
 
@@ -60,7 +60,7 @@ _GRACE_SECONDS = 2.0
 """After the first failure, time for the others to say theirs: a lost peer is often the effect and not the cause."""
 _LOG_TAIL_NBYTES = 4000
 _LONGEST_PACKET_NBYTES = 128 << 10  # the stack hands over 64 KiB at a time; a bucket that holds less would cut them up
-_QUEUE_MILLISECONDS = 20
+_QUEUE_MILLISECONDS = 50  # deep enough that two who send to one host lose next to nothing
 
 
 def parse_rate(text: str) -> int:
@@ -171,6 +171,11 @@ class Cluster:
         count = self.link_count(host)
         return count.out_nbytes, count.in_nbytes
 
+    def pids(self) -> list[int]:
+        """The first process of each host, in this process's numbers, and the keeper's; when they are gone, all is."""
+        assert self._keeper is not None
+        return [*(first.pid for first in self._firsts.values()), self._keeper.pid]
+
     # -- what runs on it -------------------------------------------------------------------------------------------
 
     def popen(self, host: str, argv: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
@@ -183,9 +188,8 @@ class Cluster:
         """
         environment = dict(options.pop("env", None) or os.environ)
         environment |= {"TMPDIR": "/dev/shm/tmp", "GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
-        # A namespace of process numbers is entered by a child, which would outlive the nsenter that waits for it.
-        inside = ["env", f"--chdir={options.pop('cwd', None) or os.getcwd()}", "setpriv", "--pdeathsig", "KILL"]
-        command = [*_enter(self._firsts[host].pid, "net", "mount", "ipc", "uts", "pid"), *inside, *argv]
+        folder = ["env", f"--chdir={options.pop('cwd', None) or os.getcwd()}"]
+        command = [*_enter(self._firsts[host].pid, "net", "mount", "ipc", "uts", "pid"), *folder, *argv]
         return _Inside(command, env=environment, start_new_session=True, **options)
 
     def start(self, host: str, function: Callable[..., Any], *args: Any, label: str | None = None) -> Task:
@@ -254,7 +258,7 @@ class Cluster:
             )
         expiry = time.monotonic() + _START_SECONDS
         own = ["--user", "--map-root-user"] if os.geteuid() else []
-        self._keeper = _First([*_unshare(*own, "--net"), *_python(_KEEP)], watch_this_process=True)
+        self._keeper = _First([*_unshare(*own, "--net"), *_python(_KEEP), "", ""], watch_this_process=True)
         keeper = self._keeper.find_pid(expiry)
         names = "\n".join(["127.0.0.1 localhost", *(f"{self.address(host)} {host}" for host in self.hosts)]) + "\n"
         for host in self.hosts:
@@ -294,33 +298,33 @@ def supported() -> str | None:
 
 # The first process of a namespace: with it all others in it end. It waits until its input or a watched process ends.
 _KEEP = """
-import os, select, signal, sys
-signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are handed to the first process; the kernel forgets them so
-if len(sys.argv) > 1:
-    print(os.readlink("/proc/self"), flush=True)
+import os, select, signal, socket, sys
+name, pid, *watched = sys.argv[1:]
+if name:
+    socket.sethostname(name)
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # orphans are handed to the first process; the kernel buries them so
+print(pid or os.readlink("/proc/self"), flush=True)
 poll = select.poll()
-for descriptor in (0, *map(int, sys.argv[1:])):
+for descriptor in (0, *map(int, watched)):
     poll.register(descriptor, select.POLLIN)
 poll.poll()
 """
 
 # /proc is still the machine's when this begins, so the number read there is the one that the machine knows.
 _SETUP = """
-host=$1 names=$2; shift 2
+name=$1 known=$2; shift 2
 read -r pid rest </proc/self/stat
 mount -t proc proc /proc
 mount -t sysfs sysfs /sys || true
 mount -t tmpfs -o mode=1777,nosuid,nodev shm /dev/shm
 mkdir -m 1777 /dev/shm/tmp
-printf '%s' "$host" >/proc/sys/kernel/hostname
 if [ -e /etc/hosts ]; then
-    printf '%s' "$names" >/dev/shm/tmp/hosts
+    printf '%s' "$known" >/dev/shm/tmp/hosts
     mount --bind /dev/shm/tmp/hosts /etc/hosts
     rm /dev/shm/tmp/hosts
 fi
 ip link set lo up
-echo "$pid"
-exec "$@"
+exec "$@" "$name" "$pid"
 """
 
 
@@ -353,7 +357,6 @@ class _First:
         """
         line = _read_line(self._process.stdout, expiry)
         if not line.strip().isdigit():
-            self.close()
             self._errors.seek(0)
             said = self._errors.read().decode(errors="replace").strip() or f"nothing for {_START_SECONDS:g} s"
             raise EnvironmentNotSupported(
@@ -375,15 +378,22 @@ class _First:
             self._process.kill()  # unshare --kill-child
             self._process.wait(_CLOSE_SECONDS)
         self._process.stdout.close()
+        self._errors.close()
 
 
 class _Inside(subprocess.Popen[bytes]):
-    """A program on a host. This process's child is the nsenter that waits for it, which must live to do so."""
+    """A program on a host. This process's child is the nsenter that forks it and must live to bury it."""
 
     def send_signal(self, sig: int) -> None:
         """Send a signal to the program; does nothing where it has ended."""
-        if self.poll() is None:
-            os.kill(_child_of(self.pid) or self.pid, sig)
+        while self.poll() is None:
+            program = _child_of(self.pid)
+            if program is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(program, sig)
+                return
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.wait(0.002)  # it has not forked yet, or is about to end
 
 
 def _child_of(pid: int) -> int | None:
@@ -413,7 +423,7 @@ def _unshare(*kinds: str) -> list[str]:
 
 
 def _enter(pid: int, *kinds: str) -> list[str]:
-    user = ["--user"] if os.geteuid() else []
+    user = ["--user", "--preserve-credentials"] if os.geteuid() else []
     return ["nsenter", "--target", str(pid), *user, *(f"--{kind}" for kind in kinds), "--"]
 
 
@@ -528,6 +538,7 @@ class Task:
         """Wait for the process to end."""
         self._process.wait(_CLOSE_SECONDS)
         self.pipe.close()
+        self._log.close()
 
     def take(self) -> Any:
         """The word that is in the pipe.

@@ -1,0 +1,126 @@
+"""``reshard bench``: refits beside the usual way and bare copies, measured in one run on this machine."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from reshard.bench import SCENARIOS, TRANSPORTS
+from reshard.cli.output import emit_json, json_option, stderr_console
+from reshard.errors import VerifyError
+from reshard.units import format_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+
+@click.group()
+def bench() -> None:
+    """Measure strategies on this machine."""
+
+
+@bench.command(epilog="Example: reshard bench local --scenario tp4 --size 1024 --repeat 3")
+@click.option(
+    "--scenario",
+    "scenarios",
+    multiple=True,
+    type=click.Choice(SCENARIOS),
+    help="What to measure; may be given more than once. Everything if not given.",
+)
+@click.option(
+    "--transport",
+    "transports",
+    multiple=True,
+    type=click.Choice(TRANSPORTS),
+    help="How refits move bytes; may be given more than once. Both if not given.",
+)
+@click.option("--repeat", default=7, show_default=True, type=click.IntRange(1), help="Measured runs of each operation.")
+@click.option(
+    "--size", default=8192, show_default=True, type=click.IntRange(8), help="The tensor is bf16 [size, size]."
+)
+@click.option(
+    "--timeout", default=900.0, show_default=True, type=click.FloatRange(min=1), help="Seconds for all of it."
+)
+@json_option
+@click.pass_context
+def local(
+    ctx: click.Context,
+    scenarios: tuple[str, ...],
+    transports: tuple[str, ...],
+    repeat: int,
+    size: int,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Two source ranks and four destination ranks on this host, a process each.
+
+    The source holds the tensor by rows, the destination wants it by columns: in 4 parts (tp4), in 2 parts twice
+    (tp2dp2). small-tensors compares 2,000 tensors with one of as many bytes. All operations run interleaved; every
+    result is compared element by element before the measured runs and after them. Exit code 1 if an element is wrong.
+    """
+    from reshard.bench.local import run_local
+
+    try:
+        report = run_local(
+            scenarios=scenarios or SCENARIOS,
+            transports=transports or TRANSPORTS,
+            size=size,
+            repeat=repeat,
+            timeout_seconds=timeout,
+            progress=stderr_console().print,
+        )
+    except VerifyError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        ctx.exit(1)
+    if as_json:
+        emit_json(report)
+    else:
+        _print(report)
+
+
+def _print(report: Mapping[str, Any]) -> None:
+    console = Console(highlight=False)
+    for name, scenario in report["scenarios"].items():
+        replicas = f", {scenario['replicas']} replicas" if scenario["replicas"] > 1 else ""
+        tensors = f"{scenario['tensors']} tensors" if scenario["tensors"] > 1 else f"bf16 {report['shape']}"
+        console.print(
+            f"\n{name}: {tensors}, {format_nbytes(scenario['nbytes'])}{replicas}; "
+            f"medians of {report['repeat']} interleaved runs",
+            style="bold",
+        )
+        console.print(_ratios(scenario))
+        console.print(_operations(scenario))
+        if "fastest_usual_way" in scenario:
+            console.print(f"gather_broadcast is the fastest usual way on gloo: {scenario['fastest_usual_way']}.")
+
+
+def _ratios(scenario: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column(justify="right")
+    table.add_column(style="dim")
+    reach = scenario.get("reach", {})
+    for kind, ratio in scenario.get("cpu_seconds_ratio", {}).items():
+        table.add_row(f"CPU seconds, many_{kind} / one_{kind}", f"{ratio:.2f}", _aim(reach.get("cpu_seconds_ratio")))
+    for label, ratio in scenario["ratios"].items():
+        table.add_row(label, f"{ratio:.2f}", _aim(reach.get(label)))
+    return table
+
+
+def _aim(reach: Mapping[str, float] | None) -> str:
+    return "".join(f"{bound.replace('_', ' ')} {value:g} is the aim" for bound, value in (reach or {}).items())
+
+
+def _operations(scenario: Mapping[str, Any]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", no_wrap=True)
+    for heading in ("median ms", "least", "most", "CPU ms", "wire MiB", "extra MiB"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for name, seconds in scenario["seconds"].items():
+        times = (seconds, *scenario["seconds_range"][name], scenario["cpu_seconds"][name])
+        sizes = (scenario["wire_nbytes"][name], scenario["peak_extra_nbytes"][name])
+        table.add_row(name, *(f"{1e3 * value:.2f}" for value in times), *(f"{size / 2**20:.1f}" for size in sizes))
+    return table
