@@ -6,7 +6,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from reshard.bench import local
+from reshard.bench import RATIOS, local
 from reshard.bench.case import SIZE, SOURCES, WORD, Case, Memory
 from reshard.cli import bench
 from reshard.cli.main import main
@@ -57,8 +57,8 @@ def test_ratios_are_of_the_medians_and_the_first_one_owes_nothing_to_gloo(scenar
     for label, ratio in scenario["ratios"].items():
         a, b = label.split(" / ")
         assert ratio == pytest.approx(seconds[a] / seconds[b])
-    assert set(scenario["ratios"]) == {f"{a} / {b}" for a, b in local.RATIOS}
-    assert local.RATIOS[0] == ("gather_broadcast_shm", "reshard_shm")
+    assert set(scenario["ratios"]) == {f"{a} / {b}" for a, b in RATIOS}
+    assert RATIOS[0] == ("gather_broadcast_shm", "reshard_shm")
 
 
 def test_the_usual_way_counts_with_its_fastest_form_whole_or_in_chunks(scenario):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from reshard.bench import SCENARIOS, TRANSPORTS
+from reshard.bench import RATIOS, REACH, SCENARIOS, SMALL_REACH, TRANSPORTS
 from reshard.bench.bare import BarePull, BareStaged, Memcpy
 from reshard.bench.case import SIZE, SOURCES, WORD, Case, Memory
 from reshard.bench.measure import Figures, RankSamples, measure, put_together
@@ -241,32 +241,6 @@ _REFITS: dict[str, dict[str, Any]] = {
 _SMALL_REFITS = ("reshard_gloo", "reshard_shm", "reshard_shm_private")
 
 # -- the report --------------------------------------------------------------------------------------------------------
-
-RATIOS = (
-    ("gather_broadcast_shm", "reshard_shm"),  # the same transport: nothing is owed to gloo
-    ("gather_broadcast", "reshard_gloo"),
-    ("gather_broadcast", "reshard_shm"),
-    ("gather_broadcast", "reshard_shm_private"),
-    ("gather_broadcast", "point_to_point_gloo"),
-    ("reshard_shm", "bare_pull"),
-    ("reshard_shm_private", "bare_staged"),
-    ("memcpy", "bare_pull"),
-    ("reshard_shm_sum", "reshard_shm"),
-    ("reshard_shm_fingerprint", "reshard_shm"),
-)
-"""(a, b): how many times as long as b takes a."""
-
-REACH = {
-    "gather_broadcast / reshard_gloo": {"at_least": 2.3},
-    "gather_broadcast / reshard_shm": {"at_least": 9.0},
-    "reshard_shm / bare_pull": {"at_most": 1.25},
-    "reshard_shm_private / bare_staged": {"at_most": 1.25},
-    "memcpy / bare_pull": {"at_least": 0.75},
-}
-"""What the ratios of tp4 are meant to be."""
-
-SMALL_REACH = {"at_most": 1.3}
-"""What each of ``cpu_seconds_ratio`` is meant to be at most."""
 
 
 def _report(scenario: str, size: int, figures: dict[str, Figures]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from reshard.bench import SCENARIOS, TRANSPORTS
+from reshard.bench import RATIOS, SCENARIOS, TRANSPORTS
 from reshard.cli.output import emit_json, json_option, stderr_console
 from reshard.errors import VerifyError
 from reshard.units import format_nbytes
@@ -83,7 +83,8 @@ def local(
 
 def _print(report: Mapping[str, Any]) -> None:
     console = Console(highlight=False)
-    for name, scenario in report["scenarios"].items():
+    for name in (name for name in SCENARIOS if name in report["scenarios"]):
+        scenario = report["scenarios"][name]
         replicas = f", {scenario['replicas']} replicas" if scenario["replicas"] > 1 else ""
         tensors = f"{scenario['tensors']} tensors" if scenario["tensors"] > 1 else f"bf16 {report['shape']}"
         console.print(
@@ -105,7 +106,8 @@ def _ratios(scenario: Mapping[str, Any]) -> Table:
     reach = scenario.get("reach", {})
     for kind, ratio in scenario.get("cpu_seconds_ratio", {}).items():
         table.add_row(f"CPU seconds, many_{kind} / one_{kind}", f"{ratio:.2f}", _aim(reach.get("cpu_seconds_ratio")))
-    for label, ratio in scenario["ratios"].items():
+    known = [f"{a} / {b}" for a, b in RATIOS]
+    for label, ratio in sorted(scenario["ratios"].items(), key=lambda row: (*known, row[0]).index(row[0])):
         table.add_row(label, f"{ratio:.2f}", _aim(reach.get(label)))
     return table
 

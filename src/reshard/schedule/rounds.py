@@ -205,12 +205,10 @@ class _Flows:
         self._flows = flows
         self.left = sum(flow.count * len(flow.edges) for flow in flows)
         self._after = [_followers(flow.edges) for flow in flows]
-        self._ready: dict[bool, dict[Pair, deque[tuple[int, int, int]]]] = {False: {}, True: {}}
-        self._load: dict[tuple[bool, str, int], int] = {}
+        self._links = {False: _Ready(), True: _Ready()}
         for flow in flows:
-            for (sender, receiver), inside in zip(flow.edges, flow.inside, strict=True):
-                self._add((inside, "out", sender), flow.count)
-                self._add((inside, "in", receiver), flow.count)
+            for pair, inside in zip(flow.edges, flow.inside, strict=True):
+                self._links[inside].expect(pair, flow.count)
         # buckets of all flows side by side, so that early parts of every flow travel, and are relayed, early
         first = [
             ((bucket + 1) / flow.count, at, bucket, edge)
@@ -218,48 +216,79 @@ class _Flows:
             for bucket in range(flow.count)
             for edge in self._after[at][-1]
         ]
-        self._arrive([hop[1:] for hop in sorted(first)])
-
-    def _add(self, end: tuple[bool, str, int], count: int) -> None:
-        self._load[end] = self._load.get(end, 0) + count
+        self._arrive(hop[1:] for hop in sorted(first))
 
     def _arrive(self, hops: Iterable[tuple[int, int, int]]) -> None:
-        for hop in hops:
-            flow, _, edge = hop
-            ready = self._ready[self._flows[flow].inside[edge]]
-            ready.setdefault(self._flows[flow].edges[edge], deque()).append(hop)
+        for flow, bucket, edge in hops:
+            self._links[self._flows[flow].inside[edge]].add(self._flows[flow].edges[edge], (flow, bucket, edge))
 
     def match(self, number: int, step: int, *, inside: bool) -> list[Hop]:
         """One step: a matching of what is ready, ranks with most left to do first."""
-        ready = self._ready[inside]
-        by_sender: dict[int, list[Pair]] = {}
-        for pair in ready:
-            by_sender.setdefault(pair[0], []).append(pair)
-        receiving: set[int] = set()
-        placed: list[Hop] = []
-        for sender in sorted(by_sender, key=lambda s: (-self._urgency(by_sender[s], inside), s)):
-            free = [pair for pair in by_sender[sender] if pair[1] not in receiving]
-            if free:
-                pair = max(free, key=lambda p: (self._load[inside, "in", p[1]], len(ready[p]), -p[1]))
-                receiving.add(pair[1])
-                placed.append(self._take(number, step, inside, pair))
+        placed = [Hop(number, step, *hop) for hop in self._links[inside].take_matching()]
+        self.left -= len(placed)
         for hop in placed:  # what this step brings is ready for the next one
             self._arrive((hop.flow, hop.bucket, edge) for edge in self._after[hop.flow][hop.edge])
         return placed
 
-    def _urgency(self, pairs: Sequence[Pair], inside: bool) -> int:
-        sender = pairs[0][0]
-        return max(self._load[inside, "out", sender], *(self._load[inside, "in", receiver] for _, receiver in pairs))
 
-    def _take(self, number: int, step: int, inside: bool, pair: Pair) -> Hop:
-        queue = self._ready[inside][pair]
-        flow, bucket, edge = queue.popleft()
+class _Ready:
+    """The buckets that are ready on one kind of link, by pair, and how much each rank has left to do there in all."""
+
+    def __init__(self) -> None:
+        self._queues: dict[Pair, deque[tuple[int, int, int]]] = {}
+        self._to: dict[int, set[int]] = {}
+        self._from: dict[int, set[int]] = {}
+        self._out: dict[int, int] = {}
+        self._in: dict[int, int] = {}
+        self._mate: dict[int, int] = {}
+
+    def expect(self, pair: Pair, count: int) -> None:
+        """Count buckets that will be ready on a pair some time."""
+        self._out[pair[0]] = self._out.get(pair[0], 0) + count
+        self._in[pair[1]] = self._in.get(pair[1], 0) + count
+
+    def add(self, pair: Pair, hop: tuple[int, int, int]) -> None:
+        """Make a bucket ready on a pair."""
+        self._queues.setdefault(pair, deque()).append(hop)
+        self._to.setdefault(pair[0], set()).add(pair[1])
+        self._from.setdefault(pair[1], set()).add(pair[0])
+
+    def take_matching(self) -> list[tuple[int, int, int]]:
+        """Match ranks with most left to do, then others, and take a bucket from each pair.
+
+        Starts from the last matching, as far as its pairs still have buckets, so that most steps cost little.
+        """
+        if not self._queues:
+            return []
+        mate = {sender: receiver for sender, receiver in self._mate.items() if (sender, receiver) in self._queues}
+        back = {receiver: sender for sender, receiver in mate.items()}
+        most = max(max(self._out.values()), max(self._in.values()))
+        for sender in sorted(s for s in self._to if s not in mate and self._out[s] == most):
+            _place(sender, self._to, self._in, mate, back, lambda other: self._out[other] < most)
+        for receiver in sorted(r for r in self._from if r not in back and self._in[r] == most):
+            _place(receiver, self._from, self._out, back, mate, lambda other: self._in[other] < most)
+        for sender in sorted((s for s in self._to if s not in mate), key=lambda s: (-self._out[s], s)):
+            free = [receiver for receiver in self._to[sender] if receiver not in back]
+            if free:
+                receiver = max(free, key=lambda r: (self._in[r], -r))
+                mate[sender], back[receiver] = receiver, sender
+        self._mate = mate
+        return [self._take(pair) for pair in sorted(mate.items())]
+
+    def _take(self, pair: Pair) -> tuple[int, int, int]:
+        sender, receiver = pair
+        queue = self._queues[pair]
+        hop = queue.popleft()
         if not queue:
-            del self._ready[inside][pair]
-        self._load[inside, "out", pair[0]] -= 1
-        self._load[inside, "in", pair[1]] -= 1
-        self.left -= 1
-        return Hop(number, step, flow, bucket, edge)
+            del self._queues[pair]
+            self._to[sender].discard(receiver)
+            self._from[receiver].discard(sender)
+            for index, rank in ((self._to, sender), (self._from, receiver)):
+                if not index[rank]:
+                    del index[rank]
+        _lower(self._out, sender, 1)
+        _lower(self._in, receiver, 1)
+        return hop
 
 
 def _followers(edges: Sequence[Pair]) -> list[list[int]]:
