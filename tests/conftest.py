@@ -21,7 +21,7 @@ settings.load_profile("reshard")
 SEED = 20240229
 
 # Folders whose tests move bytes or start processes, in the order in which they run; all others come first.
-LATE = ("transports", "integrations", "refit", "cli", "demo")
+LATE = ("transports", "integrations", "refit", "conformance", "cases", "testing", "cli", "demo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

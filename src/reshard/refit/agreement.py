@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +17,10 @@ import torch
 from reshard.errors import BindingError, DigestError, LayoutError, ManifestError, PeerError, ReshardError
 from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces, merge
 from reshard.layouts.piece import Piece
+from reshard.plan.plan import check_match
 from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
+from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -70,10 +72,12 @@ class Agreed:
     merged: tuple[Manifest, Manifest]
     """Source and destination in the numbers of their own meshes."""
 
+    skipped: frozenset[str]
+    """Names that this rank does not write: second names of memory that it writes under the first."""
+
     def bind(self, declared: Declared) -> tuple[tuple[BoundPiece, ...], tuple[BoundPiece, ...]]:
         """This rank's source and destination pieces in the memory that ``declared`` names."""
-        wanted = set(self.dst.names)
-        dst = tuple(b for b in _pieces_of(declared.dst, self.merged[1]) if b.piece.name in wanted)
+        dst = tuple(b for b in _pieces_of(declared.dst, self.merged[1]) if b.piece.name not in self.skipped)
         return _pieces_of(declared.src, self.merged[0]), dst
 
 
@@ -103,7 +107,10 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     with or_tell_peers(group, "declare"):
         device = _device_of(declared)
         payload = zlib.compress(json.dumps(_to_wire(declared, device)).encode(), 1)
-    told = [json.loads(zlib.decompress(value)) for value in group.meeting.exchange("declare", payload, deadline)]
+    payloads = group.meeting.exchange("declare", payload, deadline)
+    # Ranks that declare by rules say the same: read it once.
+    read = {value: json.loads(zlib.decompress(value)) for value in set(payloads)}
+    told = [read[value] for value in payloads]
     options = _same_options([row["options"] for row in told])
     kind = _same_kind_of_device([row["device"] for row in told])
     src, src_merged = _merge_side(told, "src", group.size)
@@ -115,18 +122,33 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         )
     if not dst.entries:
         raise ManifestError("No rank of the group wants a tensor. Ranks of the destination mesh must pass dst.")
-    dst = _drop_aliases(src, dst)
+    wanted_names, said = (
+        set(dst.names),
+        {r: row["dst"]["manifest"]["aliases"] for r, row in enumerate(told) if row["dst"]},
+    )
+    dst, dropped = _drop_aliases(src, dst, said)
     wanted = set(dst.names)
+    skipped = frozenset(name for name in wanted_names if group.rank in dropped.get(name, ()))
     with or_tell_peers(group, "contents"):
         src_pieces = _pieces_of(declared.src, src_merged)
-        dst_pieces = tuple(b for b in _pieces_of(declared.dst, dst_merged) if b.piece.name in wanted)
+        dst_pieces = tuple(b for b in _pieces_of(declared.dst, dst_merged) if b.piece.name not in skipped)
+        kept = _nbytes_to_keep(src_pieces, dst_pieces, options.staging_nbytes // 2, group.rank)
         _check_memory("source", src, src_pieces, group.rank)
         _check_memory("destination", dst, dst_pieces, group.rank)
         _check_no_overlap(dst_pieces)
-    _check_replicas(group, src, src_pieces, deadline)
+    kept = _check_replicas(group, src, dst, src_pieces, kept, deadline)
+    options = replace(options, staging_nbytes=options.staging_nbytes - kept)
     not_covered = tuple(name for name in src.names if name not in wanted)
     return Agreed(
-        src, dst, options, src_pieces, dst_pieces, not_covered, device or torch.device(kind), (src_merged, dst_merged)
+        src,
+        dst,
+        options,
+        src_pieces,
+        dst_pieces,
+        not_covered,
+        device or torch.device(kind),
+        (src_merged, dst_merged),
+        skipped,
     )
 
 
@@ -194,6 +216,7 @@ def _same_options(rows: Sequence[dict[str, Any]]) -> Options:
 def _merge_side(told: Sequence[Mapping[str, Any]], side: str, size: int) -> tuple[Manifest, Manifest]:
     """The merged manifest of one side, in the group's ranks and in the numbers that its ranks' meshes use."""
     parts: dict[int, Manifest] = {}
+    manifests: dict[int, Manifest] = {}
     group_rank: dict[int, int] = {}
     for rank, row in enumerate(told):
         if row[side] is None:
@@ -206,7 +229,9 @@ def _merge_side(told: Sequence[Mapping[str, Any]], side: str, size: int) -> tupl
                 ranks=(group_rank[number], rank),
             )
         group_rank[number] = rank
-        parts[number] = Manifest.from_json(row[side]["manifest"])
+        if id(row) not in manifests:
+            manifests[id(row)] = Manifest.from_json(row[side]["manifest"])
+        parts[number] = manifests[id(row)]
     merged = merge(parts, world=side)
     for entry in merged.entries:
         for holding in entry.holdings:
@@ -228,30 +253,85 @@ def _pieces_of(part: Manifest | None, merged: Manifest) -> tuple[BoundPiece, ...
     return () if part is None else bound_pieces(part, merged)
 
 
-def _drop_aliases(src: Manifest, dst: Manifest) -> Manifest:
-    """Write memory that has two names once, and refuse it where the source holds two different tensors.
+def _drop_aliases(
+    src: Manifest, dst: Manifest, said: Mapping[int, Sequence[Sequence[str]]]
+) -> tuple[Manifest, dict[str, set[int]]]:
+    """Let every rank write memory that has two names once, and refuse it where the source holds two tensors.
+
+    Args:
+        src: The source.
+        dst: The destination, in the group's ranks.
+        said: By rank of the group: (name, first name) of names that are one memory there.
+
+    Returns:
+        The destination without what is not written, and by name the ranks that do not write it.
 
     Raises:
         ManifestError: Two names are one buffer on the destination, and the source keeps a buffer for each.
     """
-    tied = dict(src.aliases)
-    dropped: set[str] = set()
-    names = set(src.names)
-    for name, first in dst.aliases:
-        if name in dropped or name not in names:
-            dropped.add(name)
-        elif first not in names:
-            dropped.add(first)
-        elif tied.get(name, name) == tied.get(first, first):
-            dropped.add(name)
-        else:
-            raise ManifestError(
-                f"{first!r} and {name!r} are one buffer on the destination, but two on the source, whose values may "
-                f"differ: one would overwrite the other. Tie them on the source, or give the destination two buffers, "
-                f"or leave one name out of the destination.",
-                tensors=(first, name),
-            )
-    return dst.select(n for n in dst.names if n not in dropped) if dropped else dst
+    tied, names = dict(src.aliases), set(src.names)
+    dropped: dict[str, set[int]] = {}
+    for rank, pairs in sorted(said.items()):
+        for name, first in pairs:
+            if name not in names:
+                dropped.setdefault(name, set()).add(rank)
+            elif first not in names:
+                dropped.setdefault(first, set()).add(rank)
+            elif tied.get(name, name) == tied.get(first, first):
+                dropped.setdefault(name, set()).add(rank)
+            else:
+                raise ManifestError(
+                    f"{first!r} and {name!r} are one buffer on destination rank {rank}, but two on the source, whose "
+                    f"values may differ: one would overwrite the other. Tie them on the source, or give the "
+                    f"destination two buffers, or leave one name out of the destination.",
+                    tensors=(first, name),
+                    rank=rank,
+                )
+    entries = []
+    for entry in dst.entries:
+        gone = dropped.get(entry.spec.name, set())
+        holdings = tuple(h for h in (_without(h, gone) for h in entry.holdings) if h is not None)
+        if holdings or not gone:
+            entries.append(replace(entry, holdings=holdings))
+    return replace(dst, entries=tuple(entries), aliases=()), dropped
+
+
+def _without(holding: Rule | Pieces, ranks: set[int]) -> Rule | Pieces | None:
+    """The holding without some ranks. A rule names all its ranks: it goes as a whole, or stays."""
+    if isinstance(holding, Rule):
+        return None if set(holding.ranks) <= ranks else holding
+    held = tuple(row for row in holding.held if row[0] not in ranks)
+    return Pieces(held) if held else None
+
+
+def clashing(src: Sequence[BoundPiece], dst: Sequence[BoundPiece]) -> list[int]:
+    """Which source pieces the destination would overwrite while others still read them."""
+    return [at for at, source in enumerate(src) if any(_clash(source, d) for d in dst)]
+
+
+def _clash(source: BoundPiece, destination: BoundPiece) -> bool:
+    same = source.binding == destination.binding and source.piece == destination.piece
+    return not same and source.binding.may_overlap(destination.binding)
+
+
+def _nbytes_to_keep(src: Sequence[BoundPiece], dst: Sequence[BoundPiece], limit: int, rank: int) -> int:
+    """Bytes of the copies that a refit within shared memory needs first.
+
+    Raises:
+        BindingError: More than ``limit``.
+    """
+    kept = clashing(src, dst)
+    nbytes = sum(src[at].binding.nbytes for at in kept)
+    if nbytes > limit:
+        piece = src[kept[0]].piece
+        raise BindingError(
+            f"{piece.name!r}: source and destination of rank {rank} share memory ({piece.box} among others), and a "
+            f"copy of what would be overwritten takes {format_nbytes(nbytes)}; half of staging_nbytes is "
+            f"{format_nbytes(limit)}. Give the destination its own memory, or raise staging_nbytes.",
+            tensor=piece.name,
+            rank=rank,
+        )
+    return nbytes
 
 
 def _check_memory(side: str, manifest: Manifest, pieces: Sequence[BoundPiece], rank: int) -> None:
@@ -299,36 +379,44 @@ def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
                 )
 
 
-def _check_replicas(group: Group, src: Manifest, pieces: Sequence[BoundPiece], deadline: Deadline) -> None:
-    """Check that ranks which publish the same box by hand hold the same bytes.
+def _check_replicas(
+    group: Group, src: Manifest, dst: Manifest, pieces: Sequence[BoundPiece], kept: int, deadline: Deadline
+) -> int:
+    """Check that ranks which publish the same box by hand hold the same bytes; the most that any rank keeps aside.
 
     A mesh says that its replicas are replicas. Tensors that ranks publish one by one (plain tensors, views) may also be
     different tensors under one name, as when pipeline stages or expert ranks count from zero; their sums show it.
 
     Raises:
-        ManifestError: Names the tensor and the ranks; equal on every rank.
+        ManifestError: Names every such tensor and its ranks, and what else does not match; equal on every rank.
     """
-    shared = dict(_published_twice(src))
-    sums: dict[str, str] = {}
-    for bound in pieces:
-        key = f"{bound.piece.name} {bound.piece.box}"
-        if bound.piece.name in shared:
-            sums[key] = _content(bound, src)
-    payload = json.dumps(sums).encode()
+    shared = {name for name, _ in _published_twice(src)}
+    sums = {
+        f"{bound.piece.name} {bound.piece.box}": _content(bound, src) for bound in pieces if bound.piece.name in shared
+    }
+    payload = json.dumps([sums, kept]).encode()
     told = [json.loads(value) for value in group.meeting.exchange("contents", payload, deadline)]
     first: dict[str, tuple[int, str]] = {}
-    for rank, row in enumerate(told):
+    differing: dict[str, tuple[int, int, str]] = {}
+    for rank, (row, _) in enumerate(told):
         for key, value in row.items():
             owner, content = first.setdefault(key, (rank, value))
             if content != value:
                 name = key.rsplit(" [", 1)[0]
-                raise ManifestError(
-                    f"{name!r}: ranks {owner} and {rank} both publish {key[len(name) + 1 :]}, with different bytes, so "
-                    f"they are not replicas. If they count layers or experts from zero, publish the global names "
-                    f"(rename=); if one is stale, refit it first.",
-                    tensor=name,
-                    ranks=(owner, rank),
-                )
+                differing.setdefault(name, (owner, rank, key[len(name) + 1 :]))
+    if not differing:
+        return max(int(nbytes) for _, nbytes in told)
+    faults = [
+        f"{name!r}: ranks {a} and {b} both publish {box}, with different bytes, so they are not replicas. If they "
+        f"count layers or experts from zero, publish the global names; if one is stale, refit it first."
+        for name, (a, b, box) in differing.items()
+    ]
+    try:
+        check_match(src, [dst])
+    except ManifestError as error:
+        faults.append(error.message)
+    name, (a, b, _) = next(iter(differing.items()))
+    raise ManifestError("\n".join(faults[:20]), tensor=name, ranks=(a, b), faults=tuple(faults))
 
 
 def _published_twice(src: Manifest) -> Iterator[tuple[str, Box]]:

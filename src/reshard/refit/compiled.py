@@ -11,12 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from reshard.errors import BindingError, ConfigError, DigestError, ReshardError, TransportError
+from reshard.errors import (
+    BindingError,
+    ConfigError,
+    DigestError,
+    ManifestError,
+    ReshardError,
+    ScheduleError,
+    TransportError,
+)
 from reshard.layouts.box import Box
 from reshard.layouts.manifest import BoundPiece, binding_of, find_rebound
 from reshard.layouts.piece import Piece
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
-from reshard.refit.agreement import Agreed, Declared, Options, agree, or_tell_peers
+from reshard.refit.agreement import Agreed, Declared, Options, agree, clashing, or_tell_peers
 from reshard.refit.group import CHOICES, Group
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES, Schedule, plan_schedule
 from reshard.transports.base import Deadline, Loan
@@ -72,6 +80,7 @@ class CompiledRefit:
         self, group: Group, declared: Declared, agreed: Agreed, plan: Plan, schedule: Schedule, deadline: Deadline
     ) -> None:
         self.group = group
+        self.process_group: dist.ProcessGroup | None = None
         self._manifests = (declared.src, declared.dst)
         self.plan = plan
         self.schedule = schedule
@@ -101,20 +110,7 @@ class CompiledRefit:
     def _snapshot(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
         """Source pieces as they will be read: copies where this rank's own destination would overwrite them."""
         pieces = list(agreed.src_pieces)
-        clashing = [at for at, source in enumerate(pieces) if any(_clash(source, d) for d in agreed.dst_pieces)]
-        nbytes = sum(pieces[at].binding.nbytes for at in clashing)
-        limit = agreed.options.staging_nbytes
-        if nbytes > limit:
-            source = pieces[clashing[0]]
-            raise BindingError(
-                f"{source.piece.name!r}: source and destination of rank {self.group.rank} share memory "
-                f"({source.piece.box} among others), and a copy of what would be overwritten takes "
-                f"{format_nbytes(nbytes)}; the staging limit is {format_nbytes(limit)}. Give the destination its own "
-                f"memory, or raise staging_nbytes.",
-                tensor=source.piece.name,
-                rank=self.group.rank,
-            )
-        for at in clashing:
+        for at in clashing(agreed.src_pieces, agreed.dst_pieces):
             source = pieces[at]
             copy = torch.empty(source.view.shape, dtype=source.view.dtype, device=source.view.device)
             self._snapshots.append((copy, source.view))
@@ -160,7 +156,7 @@ class CompiledRefit:
         """Whose memory this rank reads in place, and who reads its own: those that see each other on an edge."""
         me = self.group.rank
         borrowed, lent_to = {}, []
-        for sender, receiver in sorted(self._source_pairs()):
+        for sender, receiver in self.plan.pair_nbytes():
             if told[sender]["loans"] is None or receiver not in told[sender]["shared"]:
                 continue
             if sender not in told[receiver]["shared"]:
@@ -170,15 +166,6 @@ class CompiledRefit:
             elif receiver == me:
                 borrowed[sender] = self._borrow(sender, told[sender]["loans"])
         return borrowed, tuple(sorted(lent_to))
-
-    def _source_pairs(self) -> set[tuple[int, int]]:
-        """The pairs over which a rank sends what it holds as a source."""
-        return {
-            (sender, receiver)
-            for route in self.plan.routes
-            for sender, receiver in route.edges
-            if sender != receiver and self.plan.classes[route.route_class].holders >> sender & 1
-        }
 
     def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
         wanted = self._wanted_from[sender]
@@ -216,11 +203,21 @@ class CompiledRefit:
             lent_to=lent_to,
             verify=verify,  # type: ignore[arg-type]
         )
+        both_nbytes, limit = need.send_nbytes + need.receive_nbytes, options.staging_nbytes
+        if verify != "none" and both_nbytes > limit + 2 * self.schedule.size.depth * 16:
+            raise ScheduleError(
+                f"verify={verify!r} needs {format_nbytes(both_nbytes)} of staging on rank {group.rank} for the sums of "
+                f"{len(self.plan.specs)} tensors; the limit is {format_nbytes(limit)}. Raise staging_nbytes to that.",
+                rank=group.rank,
+            )
         shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
-        # one arena, from which every link can send: what comes in over the network is handed on from where it landed
-        arena = group.arena(shared[0] if shared else self._p2p, need.send_nbytes + need.receive_nbytes)
-        send_arena = None if arena is None else arena[: need.send_nbytes]
-        receive_arena = None if arena is None else arena[need.send_nbytes :][: need.receive_nbytes]
+        if shared:
+            send_arena = group.arena(shared[0], need.send_nbytes)
+            receive_arena = group.arena(self._p2p, need.receive_nbytes)
+        else:
+            both = group.arena(self._p2p, need.send_nbytes + need.receive_nbytes)
+            send_arena = None if both is None else both[: need.send_nbytes]
+            receive_arena = None if both is None else both[need.send_nbytes :][: need.receive_nbytes]
         self._generation = group.generation
         return Program(
             self.schedule,
@@ -346,7 +343,7 @@ class CompiledRefit:
             program.received_nbytes,
             program.pulled_nbytes,
             program.local_nbytes,
-            self.group.staging_nbytes,
+            self.group.staging_nbytes + sum(copy.nbytes for copy, _ in self._snapshots),
             self.links,
         )
 
@@ -355,12 +352,6 @@ TORN = (
     "The destination's tensors may hold a mix of old and new weights until a refit completes. The connections of this "
     "refit are closed: build a new process group, compile the refit again and run it."
 )
-
-
-def _clash(source: BoundPiece, destination: BoundPiece) -> bool:
-    """Whether writing the destination would change the source's bytes for others who still read them."""
-    same = source.binding == destination.binding and source.piece == destination.piece
-    return not same and source.binding.may_overlap(destination.binding)
 
 
 def _geometry(bound: BoundPiece) -> tuple[str, list[int], list[int]]:
@@ -428,15 +419,19 @@ def compile_refit(
         DigestError: The ranks chose different options.
         RefitTimeout: A rank did not come; it is named.
     """
-    options = make_options(
-        strategy=strategy,
-        transport=transport,
-        verify=verify,
-        staging_nbytes=staging_nbytes,
-        bucket_nbytes=bucket_nbytes,
-        depth=depth,
-    )
-    return compile_declared(Group.of(group, timeout), Declared(src, dst, options), topology, Deadline.after(timeout))
+    state, deadline = Group.of(group, timeout), Deadline.after(timeout)
+    with or_tell_peers(state, "declare"):
+        options = make_options(
+            strategy=strategy,
+            transport=transport,
+            verify=verify,
+            staging_nbytes=staging_nbytes,
+            bucket_nbytes=bucket_nbytes,
+            depth=depth,
+        )
+    compiled = compile_declared(state, Declared(src, dst, options), topology, deadline)
+    compiled.process_group = state.process_group  # connections end with the caller's group, so keep that one
+    return compiled
 
 
 def compile_declared(group: Group, declared: Declared, topology: Topology | None, deadline: Deadline) -> CompiledRefit:
@@ -444,6 +439,13 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     agreed = agree(group, declared, deadline)
     options = agreed.options
     plan = plan_refit(agreed.src, agreed.dst, topology, strategy=options.strategy)
+    if plan.needed_nbytes == 0 and any(spec.nbytes for spec in plan.specs):
+        spec = next(spec for spec in plan.specs if spec.nbytes)
+        raise ManifestError(
+            f"The destination declares {spec.name!r} ({format_nbytes(spec.nbytes)}), but none of its ranks wants an "
+            f"element of it or of any other tensor, so the refit would move nothing. Check the pieces that are wanted.",
+            tensor=spec.name,
+        )
     plan.proof()
     schedule = plan_schedule(
         plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth

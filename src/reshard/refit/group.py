@@ -70,6 +70,11 @@ class Group:
         _GROUPS[key] = (weakref.ref(pg, lambda _: _forget(key)), group)
         return group
 
+    @property
+    def process_group(self) -> dist.ProcessGroup | None:
+        """The caller's group; None once nobody else keeps it."""
+        return self._pg()
+
     def p2p(self, device: torch.device, deadline: Deadline) -> TorchP2PTransport:
         """The transport over torch; made by all ranks together at its first use.
 
