@@ -93,8 +93,8 @@ def balance_entries(entries: Sequence[Entry], topology: Topology, *, cut_nbytes:
     """
     out_rates = {at: port.out_bytes_per_second for at, port in enumerate(topology.ports)}
     in_rates = {at: port.in_bytes_per_second for at, port in enumerate(topology.ports)}
-    shares, out_seconds = _share_out(entries, topology, out_rates)
     stripes, in_seconds = _share_in(entries, topology, in_rates)
+    shares, out_seconds = _share_out(entries, topology, out_rates, in_seconds)
     out_load = _Load(out_rates)
     in_load = _Load(in_rates)
     suppliers = tuple(
@@ -118,9 +118,12 @@ def _at_ports(ranks: Sequence[int], topology: Topology) -> dict[int, list[int]]:
 
 
 def _share_out(
-    entries: Sequence[Entry], topology: Topology, rates: Mapping[int, int]
+    entries: Sequence[Entry], topology: Topology, rates: Mapping[int, int], at_least: Fraction
 ) -> tuple[list[dict[int, int]], Fraction]:
-    """Bytes that each port sends for each entry; the least time of the busiest port, then the fewest relayed bytes."""
+    """Bytes that each port sends for each entry; the least time of the busiest port, then the fewest relayed bytes.
+
+    The ports that take in need ``at_least`` some time anyway, so those that send have it too.
+    """
     firsts, others = [], []
     for entry in entries:
         holders = tuple(_at_ports(entry.holders, topology))
@@ -129,18 +132,50 @@ def _share_out(
         others.append((more, tuple(dict.fromkeys((*holders, *_at_ports(entry.relays, topology))))))
     demands = firsts + others
     seconds = PortFlow.least_seconds(demands, rates)
-    flow = PortFlow([*firsts, *((more, firsts[at][1]) for at, (more, _) in enumerate(others))], rates, seconds)
+    allowed = max(seconds, at_least)
+    flow = PortFlow([*firsts, *((more, firsts[at][1]) for at, (more, _) in enumerate(others))], rates, allowed)
     flow.run()
-    for at, (_, ports) in enumerate(others):
-        flow.open(len(firsts) + at, ports)
-    flow.run()
+    by_holders = [flow.share(len(firsts) + at) for at in range(len(others))]
+    rest = [more - sum(share.values()) for (more, _), share in zip(others, by_holders, strict=True)]
+    relayed = _share_relays(entries, rest, topology, rates, by_holders)
+    if relayed is None:  # some relay's port sends for a holder too: let the flow find its way around that
+        for at, (_, ports) in enumerate(others):
+            flow.open(len(firsts) + at, ports)
+        flow.run()
+        by_holders = [flow.share(len(firsts) + at) for at in range(len(others))]
+        relayed = [{} for _ in others]
     shares = []
     for at in range(len(entries)):
-        share = flow.share(at)
-        for port, nbytes in flow.share(len(firsts) + at).items():
-            share[port] = share.get(port, 0) + nbytes
+        share: dict[int, int] = {}
+        for part in (flow.share(at), by_holders[at], relayed[at]):
+            for port, nbytes in part.items():
+                share[port] = share.get(port, 0) + nbytes
         shares.append(share)
     return shares, seconds
+
+
+def _share_relays(
+    entries: Sequence[Entry],
+    rest: Sequence[int],
+    topology: Topology,
+    rates: Mapping[int, int],
+    by_holders: Sequence[Mapping[int, int]],
+) -> list[dict[int, int]] | None:
+    """Spread what holders cannot send over the relays, as evenly as can be: a relay that is busy starts late.
+
+    Returns:
+        Bytes by port for each entry; None where a class can only be relayed by ports that send for holders too.
+    """
+    sending = {port for share in by_holders for port, nbytes in share.items() if nbytes}
+    demands = []
+    for entry, nbytes in zip(entries, rest, strict=True):
+        ports = tuple(port for port in _at_ports(entry.relays, topology) if port not in sending) if nbytes else ()
+        if nbytes and not ports:
+            return None
+        demands.append((nbytes, ports))
+    flow = PortFlow(demands, rates, PortFlow.least_seconds(demands, rates))
+    flow.run()
+    return [flow.share(at) for at in range(len(demands))]
 
 
 def _share_in(

@@ -209,14 +209,14 @@ class _Flows:
         for flow in flows:
             for pair, inside in zip(flow.edges, flow.inside, strict=True):
                 self._links[inside].expect(pair, flow.count)
-        # buckets of all flows side by side, so that early parts of every flow travel, and are relayed, early
+        # what is relayed goes first; otherwise the buckets of all flows side by side, as the model's tensors come
         first = [
-            ((bucket + 1) / flow.count, at, bucket, edge)
+            (not _relays(flow), (bucket + 1) / flow.count, at, bucket, edge)
             for at, flow in enumerate(flows)
             for bucket in range(flow.count)
             for edge in self._after[at][-1]
         ]
-        self._arrive(hop[1:] for hop in sorted(first))
+        self._arrive(hop[2:] for hop in sorted(first))
 
     def _arrive(self, hops: Iterable[tuple[int, int, int]]) -> None:
         for flow, bucket, edge in hops:
@@ -240,7 +240,6 @@ class _Ready:
         self._from: dict[int, set[int]] = {}
         self._out: dict[int, int] = {}
         self._in: dict[int, int] = {}
-        self._mate: dict[int, int] = {}
 
     def expect(self, pair: Pair, count: int) -> None:
         """Count buckets that will be ready on a pair some time."""
@@ -254,25 +253,21 @@ class _Ready:
         self._from.setdefault(pair[1], set()).add(pair[0])
 
     def take_matching(self) -> list[tuple[int, int, int]]:
-        """Match ranks with most left to do, then others, and take a bucket from each pair.
-
-        Starts from the last matching, as far as its pairs still have buckets, so that most steps cost little.
-        """
+        """Match ranks with most left to do, then others, and take a bucket from each pair."""
         if not self._queues:
             return []
-        mate = {sender: receiver for sender, receiver in self._mate.items() if (sender, receiver) in self._queues}
-        back = {receiver: sender for sender, receiver in mate.items()}
+        mate: dict[int, int] = {}
+        back: dict[int, int] = {}
         most = max(max(self._out.values()), max(self._in.values()))
-        for sender in sorted(s for s in self._to if s not in mate and self._out[s] == most):
-            _place(sender, self._to, self._in, mate, back, lambda other: self._out[other] < most)
-        for receiver in sorted(r for r in self._from if r not in back and self._in[r] == most):
-            _place(receiver, self._from, self._out, back, mate, lambda other: self._in[other] < most)
-        for sender in sorted((s for s in self._to if s not in mate), key=lambda s: (-self._out[s], s)):
+        for sender in sorted(self._to, key=lambda s: (-self._out[s], s)):
             free = [receiver for receiver in self._to[sender] if receiver not in back]
             if free:
                 receiver = max(free, key=lambda r: (self._in[r], -r))
                 mate[sender], back[receiver] = receiver, sender
-        self._mate = mate
+        for sender in sorted(s for s in self._to if s not in mate and self._out[s] == most):
+            _place(sender, self._to, self._in, mate, back, lambda other: self._out[other] < most)
+        for receiver in sorted(r for r in self._from if r not in back and self._in[r] == most):
+            _place(receiver, self._from, self._out, back, mate, lambda other: self._in[other] < most)
         return [self._take(pair) for pair in sorted(mate.items())]
 
     def _take(self, pair: Pair) -> tuple[int, int, int]:
@@ -289,6 +284,12 @@ class _Ready:
         _lower(self._out, sender, 1)
         _lower(self._in, receiver, 1)
         return hop
+
+
+def _relays(flow: Flow) -> bool:
+    """Whether any rank that takes buckets in over the network sends them on over the network."""
+    taken = {receiver for (_, receiver), inside in zip(flow.edges, flow.inside, strict=True) if not inside}
+    return any(sender in taken for (sender, _), inside in zip(flow.edges, flow.inside, strict=True) if not inside)
 
 
 def _followers(edges: Sequence[Pair]) -> list[list[int]]:
