@@ -211,13 +211,10 @@ class CompiledRefit:
                 rank=group.rank,
             )
         shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
-        if shared:
-            send_arena = group.arena(shared[0], need.send_nbytes)
-            receive_arena = group.arena(self._p2p, need.receive_nbytes)
-        else:
-            both = group.arena(self._p2p, need.send_nbytes + need.receive_nbytes)
-            send_arena = None if both is None else both[: need.send_nbytes]
-            receive_arena = None if both is None else both[need.send_nbytes :][: need.receive_nbytes]
+        # one arena, from which every link can send: what comes in over the network is handed on from where it landed
+        arena = group.arena(shared[0] if shared else self._p2p, both_nbytes)
+        send_arena = None if arena is None else arena[: need.send_nbytes]
+        receive_arena = None if arena is None else arena[need.send_nbytes : both_nbytes]
         self._generation = group.generation
         return Program(
             self.schedule,
