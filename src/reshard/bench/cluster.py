@@ -47,11 +47,13 @@ class Setup:
     bytes_per_second: float
     addresses: Mapping[str, str]
     timeout: timedelta
+    strategies: tuple[str, ...]
 
 
 def run_cluster(
     *,
     scenarios: Sequence[str] = NAMES,
+    strategies: Sequence[str] = STRATEGIES,
     rate: str = "2Gbit",
     nbytes: int = FULL_NBYTES,
     repeat: int = 3,
@@ -61,6 +63,7 @@ def run_cluster(
 
     Args:
         scenarios: Some of ``NAMES``.
+        strategies: Some of ``STRATEGIES``; the bare socket is measured always.
         rate: Of every link, in each direction.
         nbytes: About how large all tensors of a scenario are together.
         repeat: Measured runs of every operation.
@@ -75,7 +78,7 @@ def run_cluster(
         EnvironmentNotSupported: This machine does not let this process make namespaces.
         TransportError: A rank was lost, or was not done in time.
     """
-    side = side_of(nbytes)
+    side, chosen = side_of(nbytes), tuple(strategies)
     return {
         "rate": rate,
         "bytes_per_second": parse_rate(rate) / 8,
@@ -83,11 +86,18 @@ def run_cluster(
         "dtype": "bfloat16",
         "tensors": TENSORS,
         "repeat": repeat,
-        "scenarios": [_run(scenario_named(name), rate, side, repeat, progress) for name in scenarios],
+        "scenarios": [_run(scenario_named(name), chosen, rate, side, repeat, progress) for name in scenarios],
     }
 
 
-def _run(scenario: Scenario, rate: str, side: int, repeat: int, progress: Callable[[str], None]) -> dict[str, Any]:
+def _run(
+    scenario: Scenario,
+    strategies: tuple[str, ...],
+    rate: str,
+    side: int,
+    repeat: int,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
     bits = parse_rate(rate)
     nbytes = TENSORS * side * side * ITEMSIZE
     bound = scenario.bound(nbytes, bits / 8)
@@ -96,7 +106,7 @@ def _run(scenario: Scenario, rate: str, side: int, repeat: int, progress: Callab
     progress(f"{scenario.name}: starting {scenario.size} ranks on {len(rates)} hosts")
     with Cluster(rates) as cluster:
         addresses = {host: cluster.address(host) for host in cluster.hosts}
-        setup = Setup(scenario, side, bound, bits / 8, addresses, timedelta(seconds=seconds))
+        setup = Setup(scenario, side, bound, bits / 8, addresses, timedelta(seconds=seconds), strategies)
         tasks = [
             cluster.start(host, rank_main, rank, setup, label=f"rank {rank} on host {host}")
             for rank, host in enumerate(scenario.host_of)
@@ -144,7 +154,7 @@ class _Leader:
             self.first_seconds[name], _ = self._run(name)
             samples[name].compared = sum(self._ask("check", name))
         forms = [name for name in self._names if name.startswith(f"{USUAL}/")]
-        fastest = min(forms, key=self.first_seconds.__getitem__)
+        fastest = min(forms, key=self.first_seconds.__getitem__, default=None)
         names = [name for name in self._names if name == fastest or name not in forms]
         for turn in range(repeat):
             progress(f"measuring {len(names)} operations, {turn + 1} of {repeat}")
@@ -233,17 +243,20 @@ def _operations(setup: Setup, memory: Any, meet: Any) -> dict[str, Operation]:
     scenario, timeout = setup.scenario, setup.timeout
     ends = raw_socket_ends(scenario, setup.bound)
     made: list[Operation] = [RawSocket(RAW, meet, ends, setup.addresses[scenario.host_of[ends[1]]], setup.bound.nbytes)]
-    made += [GatherBroadcast(f"{USUAL}/{form}", meet, memory, form) for form in FORMS]
-    made.append(HostAware(HOST_AWARE, meet, memory))
+    if USUAL in setup.strategies:
+        made += [GatherBroadcast(f"{USUAL}/{form}", meet, memory, form) for form in FORMS]
+    if HOST_AWARE in setup.strategies:
+        made.append(HostAware(HOST_AWARE, meet, memory))
 
     def refit(name: str, strategy: str, group: dist.ProcessGroup | None, hosts: Sequence[str]) -> Refit:
         topology = topology_of(setup, hosts)
         return Refit(name, group, memory, strategy=strategy, topology=topology, timeout=timeout)
 
     union = meet.group("union", range(scenario.size))
-    made.append(refit(POINT_TO_POINT, "point-to-point", union, list(scenario.hosts)))
-    made.append(refit(RESHARD, "reshard", union, list(scenario.hosts)))
-    if len(scenario.destination_hosts) > 2:
+    for name, strategy in ((POINT_TO_POINT, "point-to-point"), (RESHARD, "reshard")):
+        if name in setup.strategies:
+            made.append(refit(name, strategy, union, list(scenario.hosts)))
+    if RESHARD in setup.strategies and len(scenario.destination_hosts) > 2:
         hosts = [*scenario.source_hosts, scenario.destination_hosts[0]]
         ranks = [rank for host in hosts for rank in scenario.hosts[host]]
         made.append(refit(ONE_HOST, "reshard", meet.group("one-host", ranks), hosts))
@@ -292,26 +305,31 @@ def _report(
         "strategies": {
             name: _figures(scenario, setup, nbytes, samples[name], raw) for name in STRATEGIES if name in samples
         },
-        "usual_forms": {
-            name.removeprefix(f"{USUAL}/"): seconds
-            for name, seconds in first_seconds.items()
-            if name.startswith(f"{USUAL}/")
-        },
     }
-    reached = report["strategies"][RESHARD]
-    if ONE_HOST in samples:
-        report["one_host_seconds"] = median(samples[ONE_HOST].seconds)
-        reached["of_one_host"] = reached["seconds"] / report["one_host_seconds"]
-    if len(scenario.source_hosts) > 1:
-        out = {host: reached["out_payload_nbytes"][host] for host in scenario.source_hosts}
-        rate = {host: float(scenario.part_of_rate(host)) for host in out}
-        report["balance"] = {
-            host: {"share_of_bytes": sent / sum(out.values()), "share_of_rates": rate[host] / sum(rate.values())}
-            for host, sent in out.items()
-        }
+    if USUAL in samples:
+        forms = {name: seconds for name, seconds in first_seconds.items() if name.startswith(f"{USUAL}/")}
+        report["usual_forms"] = {name.removeprefix(f"{USUAL}/"): seconds for name, seconds in forms.items()}
+    if RESHARD in samples:
+        report |= _beside(scenario, report["strategies"][RESHARD], samples)
     if scenario.name in REACH and nbytes >= FULL_NBYTES:
         report["reach"] = REACH[scenario.name]
     return report
+
+
+def _beside(scenario: Scenario, reached: dict[str, Any], samples: Mapping[str, Samples]) -> dict[str, Any]:
+    """What a scenario's refit is compared with besides the bound and the bare socket."""
+    beside: dict[str, Any] = {}
+    if ONE_HOST in samples:
+        beside["one_host_seconds"] = median(samples[ONE_HOST].seconds)
+        reached["of_one_host"] = reached["seconds"] / beside["one_host_seconds"]
+    if len(scenario.source_hosts) > 1:
+        out = {host: reached["out_payload_nbytes"][host] for host in scenario.source_hosts}
+        rate = {host: float(scenario.part_of_rate(host)) for host in out}
+        beside["balance"] = {
+            host: {"share_of_bytes": sent / sum(out.values()), "share_of_rates": rate[host] / sum(rate.values())}
+            for host, sent in out.items()
+        }
+    return beside
 
 
 def _figures(scenario: Scenario, setup: Setup, nbytes: int, samples: Samples, raw: float) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class CompiledRefit:
         """Whose memory this rank reads in place, and who reads its own: those that see each other on an edge."""
         me = self.group.rank
         borrowed, lent_to = {}, []
-        for sender, receiver in self.plan.pair_nbytes():
+        for sender, receiver in sorted(self._source_pairs()):
             if told[sender]["loans"] is None or receiver not in told[sender]["shared"]:
                 continue
             if sender not in told[receiver]["shared"]:
@@ -166,6 +166,15 @@ class CompiledRefit:
             elif receiver == me:
                 borrowed[sender] = self._borrow(sender, told[sender]["loans"])
         return borrowed, tuple(sorted(lent_to))
+
+    def _source_pairs(self) -> set[tuple[int, int]]:
+        """The pairs over which a rank sends what it holds as a source."""
+        return {
+            (sender, receiver)
+            for route in self.plan.routes
+            for sender, receiver in route.edges
+            if sender != receiver and self.plan.classes[route.route_class].holders >> sender & 1
+        }
 
     def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
         wanted = self._wanted_from[sender]

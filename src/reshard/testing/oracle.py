@@ -27,6 +27,9 @@ Dense = dict[str, torch.Tensor]
 """Whole tensors by name."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_CHUNK = 1 << 18
+"""Elements that are hashed at a time, so that the temporaries stay in the cache."""
+
 _GAP = 0x5A
 """What memory holds that belongs to no piece."""
 
@@ -50,16 +53,13 @@ def dense(shape: Sequence[int], dtype: str, *, seed: int = 0) -> torch.Tensor:
         seed: Another seed gives other values everywhere, as another tensor should have.
     """
     kind: torch.dtype = getattr(torch, dtype)
-    numel = int(np.prod(shape, dtype=np.int64))
-    if not numel:
-        return torch.empty(tuple(shape), dtype=kind)
-    per_item = -(-kind.itemsize // 8)
-    place = np.arange(numel * per_item, dtype=np.uint64) + np.uint64(seed << 40)
-    values = torch.from_numpy(hash_of(place).view(np.int64))
-    if kind is torch.bool:
-        return (values & 1).to(torch.bool).reshape(tuple(shape))
-    word = min(kind.itemsize, 8)
-    return values.to(_WORDS[word]).view(kind).reshape(tuple(shape))
+    numel = int(np.prod(shape, dtype=np.int64)) * -(-kind.itemsize // 8)
+    words = torch.empty(numel, dtype=torch.uint8 if kind is torch.bool else _WORDS[min(kind.itemsize, 8)])
+    for start in range(0, numel, _CHUNK):
+        place = np.arange(start, min(start + _CHUNK, numel), dtype=np.uint64) + np.uint64(seed << 40)
+        values = torch.from_numpy(hash_of(place).view(np.int64))
+        words[start : start + _CHUNK] = values & 1 if kind is torch.bool else values
+    return (words.view(kind) if numel else torch.empty(0, dtype=kind)).reshape(tuple(shape))
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

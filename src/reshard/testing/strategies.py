@@ -20,6 +20,7 @@ from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.layouts.placement import SPLITS, Strided
 from reshard.testing.oracle import Memory, contiguous_memory, dense
+from reshard.topology.topology import Domain, Port, Topology
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -252,3 +253,20 @@ def cases(draw: Drawn, *, world: int = 6, max_tensors: int = 3, odd_memory: bool
         memory.append(by_rank)
     whole = {spec.name: dense(spec.shape, spec.dtype, seed=at) for at, spec in enumerate(specs)}
     return Case(src.manifest, dst.manifest, whole, *memory)
+
+
+@st.composite
+def topologies(draw: Drawn, size: int) -> Topology:
+    """Topologies of ``size`` ranks: domains of any sizes over any ranks, ports of one rank or of a whole domain."""
+    ranks = draw(st.permutations(range(size)))
+    domains: list[Domain] = []
+    ports: list[Port] = []
+    while ranks:
+        count = draw(st.integers(1, 4))
+        mine, ranks = ranks[:count], ranks[count:]
+        domains.append(Domain(f"domain {len(domains)}", tuple(sorted(mine)), draw(st.sampled_from((100, 1000)))))
+        shared = draw(st.booleans())
+        for group in [mine] if shared else [[rank] for rank in mine]:
+            rate = draw(st.sampled_from((50, 100)))
+            ports.append(Port(f"port {len(ports)}", tuple(sorted(group)), rate, draw(st.sampled_from((50, 100)))))
+    return Topology("drawn", tuple(domains), tuple(ports))
