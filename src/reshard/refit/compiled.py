@@ -156,7 +156,7 @@ class CompiledRefit:
         """Whose memory this rank reads in place, and who reads its own: those that see each other on an edge."""
         me = self.group.rank
         borrowed, lent_to = {}, []
-        for sender, receiver in sorted(self._source_pairs()):
+        for sender, receiver in sorted(self._pairs_in_place()):
             if told[sender]["loans"] is None or receiver not in told[sender]["shared"]:
                 continue
             if sender not in told[receiver]["shared"]:
@@ -167,14 +167,21 @@ class CompiledRefit:
                 borrowed[sender] = self._borrow(sender, told[sender]["loans"])
         return borrowed, tuple(sorted(lent_to))
 
-    def _source_pairs(self) -> set[tuple[int, int]]:
-        """The pairs over which a rank sends what it holds as a source."""
-        return {
-            (sender, receiver)
-            for route in self.plan.routes
-            for sender, receiver in route.edges
-            if sender != receiver and self.plan.classes[route.route_class].holders >> sender & 1
-        }
+    def _pairs_in_place(self) -> set[tuple[int, int]]:
+        """The pairs whose receiver may read the sender's weights where they lie, if these are lent.
+
+        The sender holds the bytes as a source, and the receiver hands none of them on: it would have to read first.
+        """
+        pairs: set[tuple[int, int]] = set()
+        handed_on: set[tuple[int, int]] = set()
+        for route in self.plan.routes:
+            senders = {sender for sender, _ in route.edges}
+            for sender, receiver in route.edges:
+                if sender != receiver and self.plan.classes[route.route_class].holders >> sender & 1:
+                    pairs.add((sender, receiver))
+                    if receiver in senders:
+                        handed_on.add((sender, receiver))
+        return pairs - handed_on
 
     def _borrow(self, sender: int, rows: Sequence[Any]) -> BoundMemory:
         wanted = self._wanted_from[sender]
