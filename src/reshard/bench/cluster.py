@@ -16,7 +16,15 @@ from itertools import product
 from statistics import median, median_low
 from typing import TYPE_CHECKING, Any
 
-from reshard.bench.cluster_scenarios import FULL_NBYTES, ITEMSIZE, NAMES, TENSORS, Scenario, scenario_named, side_of
+from reshard.bench.cluster_scenarios import (
+    FULL_NBYTES,
+    ITEMSIZE,
+    SCENARIO_NAMES,
+    TENSORS,
+    Scenario,
+    scenario_named,
+    side_of,
+)
 from reshard.testing.hosts import Cluster, LinkCount, hear, parse_rate
 
 if TYPE_CHECKING:
@@ -52,7 +60,7 @@ class Setup:
 
 def run_cluster(
     *,
-    scenarios: Sequence[str] = NAMES,
+    scenarios: Sequence[str] = SCENARIO_NAMES,
     strategies: Sequence[str] = STRATEGIES,
     rate: str = "2Gbit",
     nbytes: int = FULL_NBYTES,
@@ -62,7 +70,7 @@ def run_cluster(
     """Measure on hosts made of namespaces.
 
     Args:
-        scenarios: Some of ``NAMES``.
+        scenarios: Some of ``SCENARIO_NAMES``.
         strategies: Some of ``STRATEGIES``; the bare socket is measured always.
         rate: Of every link, in each direction.
         nbytes: About how large all tensors of a scenario are together.

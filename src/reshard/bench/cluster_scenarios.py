@@ -197,7 +197,7 @@ SCENARIOS = (
     ),
 )
 
-NAMES = tuple(scenario.name for scenario in SCENARIOS)
+SCENARIO_NAMES = tuple(scenario.name for scenario in SCENARIOS)
 
 
 def scenario_named(name: str) -> Scenario:
@@ -205,4 +205,4 @@ def scenario_named(name: str) -> Scenario:
     for scenario in SCENARIOS:
         if scenario.name == name:
             return scenario
-    raise ConfigError(f"There is no scenario {name!r}; choose from {', '.join(NAMES)}.")
+    raise ConfigError(f"There is no scenario {name!r}; choose from {', '.join(SCENARIO_NAMES)}.")

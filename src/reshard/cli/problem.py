@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
+from reshard.cli.cluster_text import read_topology
 from reshard.cli.model_files import read_model
 from reshard.cli.shorthand import WorldText, one_tensor, parse_shape, place, whole_model
 from reshard.errors import ConfigError, ManifestError, PlanError, ReshardError
@@ -19,6 +20,8 @@ from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from reshard.topology.topology import Topology
 
 Verb = TypeVar("Verb", bound="Callable[..., Any]")
 
@@ -37,6 +40,7 @@ class Problem:
     destinations: tuple[Manifest, ...]
     saved: Plan | None = None
     remarks: tuple[str, ...] = ()
+    cluster: str | None = None
 
     def plan(self, strategy: str | None) -> Plan:
         """The saved plan as it is, or a new one; a strategy that differs from the saved plan's makes a new one.
@@ -46,8 +50,13 @@ class Problem:
         """
         if self.saved is not None and strategy in (None, self.saved.strategy):
             return self.saved
-        topology = None if self.saved is None else self.saved.topology
-        return plan_refit(self.source, self.destinations, topology, strategy=strategy or STRATEGIES[0])
+        return plan_refit(self.source, self.destinations, self._topology(), strategy=strategy or STRATEGIES[0])
+
+    def _topology(self) -> Topology | None:
+        if self.cluster is None:
+            return None if self.saved is None else self.saved.topology
+        flat = plan_refit(self.source, self.destinations)
+        return read_topology(self.cluster, flat.size)
 
     def remark(self) -> None:
         """Say on stderr what the caller should know."""
@@ -79,6 +88,12 @@ _OPTIONS = (
         "sides are shorthands such as 'fsdp8' and 'tp4 dp2'.",
     ),
     click.option("--same-ranks", is_flag=True, help="The destination's ranks are the source's; else they follow."),
+    click.option(
+        "--cluster",
+        metavar="CLUSTER",
+        help="What joins the ranks: dgx-h100, gb200-nvl72, hosts such as '0-1 / 2-5 @ 2Gbit', or a topology file.  "
+        "[default: one host]",
+    ),
     click.option("--plan", "saved", metavar="FILE", help="A saved plan instead."),
 )
 
@@ -99,6 +114,7 @@ def read_problem(
     rule: str | None,
     model: Path | None,
     same_ranks: bool,
+    cluster: str | None,
     saved: str | None,
 ) -> Problem:
     """Read what is to be planned from the values of ``problem_options``.
@@ -108,9 +124,25 @@ def read_problem(
         ReshardError: A file or a shorthand that does not say what it should.
     """
     _refuse_mixed(source, destinations, shape, dtype, rule, model, same_ranks, saved)
-    if saved is not None:
+    if saved is not None and cluster is None:
         plan = read_plan(saved)
         return Problem(plan.src, plan.dst, plan)
+    if saved is not None:
+        plan = read_plan(saved)
+        return Problem(plan.src, plan.dst, None, (), cluster)
+    asked = _read_sides(source, destinations, shape, dtype, rule, model, same_ranks)
+    return replace(asked, cluster=cluster)
+
+
+def _read_sides(
+    source: str | None,
+    destinations: tuple[str, ...],
+    shape: str | None,
+    dtype: str | None,
+    rule: str | None,
+    model: Path | None,
+    same_ranks: bool,
+) -> Problem:
     if source is None or not destinations:
         raise click.UsageError(FORMS)
     if shape is None and model is None:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from reshard.errors import ManifestError, PlanError
 from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import HERE, Manifest
+from reshard.plan.bound import Bound, Reach, find_bound, measure_reach
 from reshard.plan.cells import ranks_of
 from reshard.plan.classes import Pattern, RouteClass, make_classes, make_patterns
 from reshard.plan.proof import Proof, prove
 from reshard.plan.routes import Route, choose_routes
 from reshard.plan.strings import ByteString, Item
 from reshard.topology.topology import ONE_HOST, Topology
-from reshard.units import count, format_nbytes, parse_nbytes
+from reshard.units import count, format_nbytes, format_seconds, parse_nbytes
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -130,6 +131,26 @@ class Plan:
         """Replay the plan on labels; ProofError where it does not deliver every byte exactly once."""
         return prove(self.specs, self.patterns, self.classes, self.routes, self.rank_name)
 
+    @cached_property
+    def bound(self) -> Bound:
+        """The least time of any plan in which each domain takes each slice in once."""
+        return find_bound(self.classes, self.topology)
+
+    @cached_property
+    def reach(self) -> Reach:
+        """What the ports carry under this plan: busiest port, copies into each domain, relayed bytes."""
+        return measure_reach(self.classes, self.routes, self.topology)
+
+    @cached_property
+    def crossings(self) -> int:
+        """How many boxes go from one domain into another, each box once for every domain it enters."""
+        if self.topology.is_flat:
+            return 0
+        home = self.topology.domain_of
+        return sum(
+            len(self.route_items(route)) * sum(home(a) != home(b) for a, b in route.edges) for route in self.routes
+        )
+
     def pair_nbytes(self) -> dict[tuple[int, int], int]:
         """Bytes from rank to rank over the wire."""
         return self._pair_nbytes
@@ -184,8 +205,23 @@ class Plan:
                 f"  busiest sender {self.rank_name(top)} {format_nbytes(sent[top])}, "
                 f"busiest receiver {self.rank_name(low)} {format_nbytes(received[low])}"
             )
+        if not self.topology.is_flat:
+            lines.append(self._summary_of_domains())
         lines.append(f"  digest {self.digest[:16]}")
         return "\n".join(lines)
+
+    def _summary_of_domains(self) -> str:
+        bound, reach = self.bound.seconds, self.reach
+        into = ", ".join(f"{name} {float(copies):.3g}" for name, copies in reach.copies_into[:8])
+        more = f" and {len(reach.copies_into) - 8} more" if len(reach.copies_into) > 8 else ""
+        of_bound = f"{float(reach.busiest_seconds / bound):.3f} of the bound" if bound else "no bound"
+        return (
+            f"  {self.topology.name}: {count(len(self.topology.domains), 'domain')}, crossing "
+            f"{format_nbytes(reach.crossing_nbytes)}, relayed {format_nbytes(reach.relayed_nbytes)}\n"
+            f"  busiest port {reach.busiest_port} {format_seconds(float(reach.busiest_seconds))}, {of_bound} "
+            f"({format_seconds(float(bound))})\n"
+            f"  copies into {into or 'no domain'}{more}"
+        )
 
     # -- parts of it -----------------------------------------------------------------------------------------------
 

@@ -52,6 +52,16 @@ class Totals:
     staging_nbytes: int
     """The most staging memory that any rank uses."""
 
+    bound_seconds: float
+    """What no plan of this kind can beat on the topology; 0 where all ranks are in one domain."""
+
+    busiest_of_bound: float | None
+    rounds_of_bound: float
+    crossings: int
+    crossing_nbytes: int
+    relayed_nbytes: int
+    copies_into: dict[str, float]
+
     proof: Proof
 
     def to_json(self) -> dict[str, Any]:
@@ -87,6 +97,13 @@ def total(plan: Plan, *, staging_nbytes: int) -> Totals:
         least_rounds=schedule.least_rounds,
         bucket_nbytes=schedule.size.nbytes,
         staging_nbytes=max((schedule.staging_nbytes(rank) for rank in range(plan.size)), default=0),
+        bound_seconds=float(plan.bound.seconds),
+        busiest_of_bound=float(plan.reach.busiest_seconds / plan.bound.seconds) if plan.bound.seconds else None,
+        rounds_of_bound=schedule.rounds / schedule.least_rounds if schedule.least_rounds else 1.0,
+        crossings=plan.crossings,
+        crossing_nbytes=plan.reach.crossing_nbytes,
+        relayed_nbytes=plan.reach.relayed_nbytes,
+        copies_into={name: float(copies) for name, copies in plan.reach.copies_into},
         proof=proof,
     )
 
@@ -129,6 +146,15 @@ def compare_strategies(rows: Sequence[Totals]) -> str:
         ("digest", [row.digest[:16] for row in rows]),
         ("proof", ["passed" for _ in rows]),
     ]
+    if any(row.crossing_nbytes for row in rows):
+        table[3:3] = [
+            ("between domains", [f"{format_nbytes(row.crossing_nbytes)} ({row.crossings} boxes)" for row in rows]),
+            ("relayed", [format_nbytes(row.relayed_nbytes) for row in rows]),
+            (
+                "busiest port of bound",
+                ["-" if r.busiest_of_bound is None else f"{r.busiest_of_bound:.3f}" for r in rows],
+            ),
+        ]
     widths = [max(len(cells[at]) for _, cells in table) for at in range(len(rows))]
     head = max(len(name) for name, _ in table)
     return "\n".join(

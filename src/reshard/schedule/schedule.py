@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,8 +63,11 @@ class Schedule:
 
     @property
     def least_rounds(self) -> int:
-        """What no order can beat: the most buckets that one rank sends or receives."""
-        return busiest(self.pair_buckets)
+        """What no order can beat: the most buckets that one rank sends or receives over the network."""
+        if not self.hops:
+            return busiest(self.pair_buckets)
+        edges = [self.streams[hop.flow].edges[hop.edge] for hop in self.hops if hop.step == 0]
+        return busiest(Counter(edges))
 
     @property
     def messages(self) -> int:

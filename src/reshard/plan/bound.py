@@ -1,0 +1,126 @@
+"""Bound: the time that no plan can beat in which each domain takes each slice in once; and what a plan reaches of it.
+
+Three things take at least their time, whatever the order:
+
+- **Ports that take in.** A domain without a holder of a class takes its bytes in once, through the ports of its
+  needers. Shared out as evenly as ports and needers allow (an exact flow), the busiest port needs ``in_seconds``.
+- **Ports that send.** The first copy of a class leaves a holder, every other copy a holder or a rank that needs the
+  class too. Shared out likewise, the busiest port needs ``out_seconds``.
+- **Ranks.** What a rank needs and does not hold comes through its port or over the fast link, and both have a rate.
+
+No plan of the class is faster than the largest of the three. Left out of the class: a rank that needs nothing could
+lend its port, and a domain could take a slice in twice to spare its fast link.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+from reshard.plan.cells import ranks_of
+from reshard.plan.entries import balance_entries, find_entries
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from reshard.plan.classes import RouteClass
+    from reshard.plan.routes import Route
+    from reshard.topology.topology import Topology
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The least seconds of a refit on a topology, by what needs them."""
+
+    out_seconds: Fraction
+    in_seconds: Fraction
+    rank_seconds: Fraction
+
+    @property
+    def seconds(self) -> Fraction:
+        return max(self.out_seconds, self.in_seconds, self.rank_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """What the ports carry under a plan. Bytes count payload."""
+
+    busiest_seconds: Fraction
+    busiest_port: str
+    crossing_nbytes: int
+    """Bytes that go from one domain into another."""
+
+    relayed_nbytes: int
+    """The part of them that a rank sends which is no source of these bytes."""
+
+    copies_into: tuple[tuple[str, Fraction], ...]
+    """By domain: bytes that come in, as a multiple of the distinct bytes that its ranks need from outside."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "busiest_seconds": float(self.busiest_seconds),
+            "busiest_port": self.busiest_port,
+            "crossing_nbytes": self.crossing_nbytes,
+            "relayed_nbytes": self.relayed_nbytes,
+            "copies_into": {name: float(copies) for name, copies in self.copies_into},
+        }
+
+
+def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
+    """The bound for what ``classes`` say is held and needed; all zero where one domain holds everybody."""
+    if topology.is_flat:
+        return Bound(Fraction(0), Fraction(0), Fraction(0))
+    supply = balance_entries(find_entries(classes, topology), topology, cut_nbytes=1)
+    needed: dict[int, int] = {}
+    for cls in classes:
+        for rank in ranks_of(cls.needers & ~cls.holders):
+            needed[rank] = needed.get(rank, 0) + cls.nbytes
+    slowest = Fraction(0)
+    for rank, nbytes in needed.items():
+        port = topology.ports[topology.port_of(rank)]
+        domain = topology.domains[topology.domain_of(rank)]
+        slowest = max(slowest, Fraction(nbytes, port.in_bytes_per_second + domain.bytes_per_second))
+    return Bound(supply.out_seconds, supply.in_seconds, slowest)
+
+
+def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topology: Topology) -> Reach:
+    """Add up what every port carries."""
+    sent: dict[int, int] = {}
+    taken: dict[int, int] = {}
+    into: dict[int, int] = {}
+    relayed = 0
+    for route, sender, receiver in _crossings(routes, topology):
+        out, inn, domain = topology.port_of(sender), topology.port_of(receiver), topology.domain_of(receiver)
+        sent[out] = sent.get(out, 0) + route.nbytes
+        taken[inn] = taken.get(inn, 0) + route.nbytes
+        into[domain] = into.get(domain, 0) + route.nbytes
+        relayed += 0 if classes[route.route_class].holders >> sender & 1 else route.nbytes
+    times = [
+        (Fraction(n, topology.ports[at].out_bytes_per_second), f"out of {topology.ports[at].name}")
+        for at, n in sent.items()
+    ]
+    times += [
+        (Fraction(n, topology.ports[at].in_bytes_per_second), f"into {topology.ports[at].name}")
+        for at, n in taken.items()
+    ]
+    seconds, name = max(times, default=(Fraction(0), ""))
+    distinct: dict[int, int] = {}
+    if not topology.is_flat:
+        for entry in find_entries(classes, topology):
+            for domain, _ in entry.domains:
+                distinct[domain] = distinct.get(domain, 0) + entry.nbytes
+    copies = tuple(
+        (topology.domains[domain].name, Fraction(into.get(domain, 0), nbytes))
+        for domain, nbytes in sorted(distinct.items())
+    )
+    return Reach(seconds, name, sum(into.values()), relayed, copies)
+
+
+def _crossings(routes: Sequence[Route], topology: Topology) -> Iterator[tuple[Route, int, int]]:
+    if topology.is_flat:
+        return
+    for route in routes:
+        for sender, receiver in route.edges:
+            if topology.domain_of(sender) != topology.domain_of(receiver):
+                yield route, sender, receiver
