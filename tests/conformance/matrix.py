@@ -8,14 +8,14 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 import reshard
 from reshard.layouts.layout import Layout
 from reshard.layouts.mesh import Mesh
 from reshard.testing.oracle import check_landed, dense, local_shard, poisoned
 
 if TYPE_CHECKING:
+    import torch
+
     from reshard.testing.processes import RankContext
 
 MATRIX = Path(__file__).parents[1] / "data" / "layout_matrix.json"

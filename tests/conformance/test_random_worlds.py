@@ -1,4 +1,4 @@
-"""Random worlds: whatever the layouts, pieces and memory, what lands is what a dense copy would give, and no byte more."""
+"""Random worlds: whatever the layouts, pieces and memory, the dense copy lands, and not a byte beside it."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class BareStaged(Operation):
         arenas: Shared memory of every source for its slots, at least ``arena_numel(case)`` words each.
     """
 
-    SLOT_NBYTES = 2 << 20
+    SLOT_NBYTES = 4 << 20
     SLOTS = 2
 
     def __init__(self, name: str, tokens: Tokens, memory: Memory, arenas: Sequence[torch.Tensor]) -> None:
