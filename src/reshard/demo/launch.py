@@ -133,7 +133,7 @@ def _attend(children: list[_Child], expiry: float, timeout: float, progress: Cal
                 break
             silent = ", ".join(f"{child.job.label} ({child.doing})" for child in waiting)
             raise RefitTimeout(
-                f"The demo was not done after {timeout:g} s; still at work: {silent}. "
+                f"The processes were not done after {timeout:g} s; still at work: {silent}. "
                 "Raise --timeout on a slow machine.",
                 ranks=tuple(child.job.label for child in waiting),
             )

@@ -113,18 +113,30 @@ class Schedule:
         """
         waiting: dict[tuple[int, int], list[Bucket]] = {}
         operations: list[Operation] = self._operations_of_hops(rank)
-        for block in self.blocks:
-            for pair in block.pairs:
-                if rank not in pair:
-                    continue
+        mine = [[pair for pair in block.pairs if rank in pair] for block in self.blocks]
+        for number, at in enumerate(self._block_of_round):
+            for pair in mine[at]:
                 if pair not in waiting:
                     waiting[pair] = self.pair_sequence(*pair)[::-1]
                 kind: Literal["send", "recv"] = "send" if pair[0] == rank else "recv"
                 peer = pair[1] if kind == "send" else pair[0]
-                operations.extend(
-                    Operation(block.first + k, 0, kind, peer, waiting[pair].pop()) for k in range(block.repeat)
-                )
+                operations.append(Operation(number, 0, kind, peer, waiting[pair].pop()))
         return tuple(sorted(operations, key=lambda op: (op.round, op.step, op.kind == "recv")))
+
+    @cached_property
+    def _block_of_round(self) -> list[int]:
+        """Which block each round is one of. Rounds of different blocks alternate, as many of each as it repeats.
+
+        A bucket that goes to several receivers, in rounds of different blocks, then goes to them soon after one another,
+        so that it is packed once; and no receiver is idle through a whole block.
+        """
+        most = max((block.repeat for block in self.blocks), default=1)
+        spread = (
+            ((2 * k + 1) * most // block.repeat, at)
+            for at, block in enumerate(self.blocks)
+            for k in range(block.repeat)
+        )
+        return [at for _, at in sorted(spread)]
 
     def _operations_of_hops(self, rank: int) -> list[Operation]:
         operations = []

@@ -3,10 +3,11 @@
 Everything goes by exact keys, one a rank and call, so that a silent rank can be named, and so that a rank that is late
 or gone harms no connection of the data plane. One exchange costs a few round trips to the store::
 
-    set(mine)   count += 1, the last one sets the word   delete(mine of two calls ago)   wait(word)   get(everyone's)
+    set(mine)   count += 1, the last one sets the word   wait(word)   get(everyone's)
 
-A rank that fails sets the word instead, so nobody waits for it. The deletion is safe: that this rank has finished the
-call before shows that everyone has begun it, and so has finished the one before that.
+A rank that fails sets the word instead, so nobody waits for it. Old keys are deleted many at a time, once in many
+calls; never those of the last two: that this rank has finished the call before shows that everyone has begun it, and so
+has finished the one before that.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 
 _SAID, _FAILED, _EXPIRED = b"+", b"-", b"!"
 _ALL_HERE = b"all here"
+_MANY_KEYS = 32
+"""Old keys of this rank that are left in the store before they are deleted together."""
 
 
 class Meeting:
@@ -50,6 +53,7 @@ class Meeting:
         self._calls = 0
         self._old_keys: list[str] = []
         self._last_keys: list[str] = []
+        self._this_keys: list[str] = []
         self._broken: str | None = None
 
     def exchange(self, label: str, payload: bytes, deadline: Deadline | None = None) -> list[bytes]:
@@ -168,18 +172,22 @@ class Meeting:
         self._raise_timeout(self.rank, label, deadline.seconds, silent)
 
     def _forget(self, call: int) -> None:
-        """Delete what this rank left in the call before the last, which every rank has finished, while it waits."""
-        done, self._old_keys = self._old_keys, self._last_keys
-        self._last_keys = [self._key(call, self.rank)]
+        """Note this rank's keys, and delete those of calls that every rank has finished once they are many."""
+        self._old_keys += self._last_keys
+        self._last_keys = self._this_keys
+        self._this_keys = [self._key(call, self.rank)]
         if self.rank == 0:
-            self._last_keys += [self._count_key(call), self._word_key(call)]
+            self._this_keys += [self._count_key(call), self._word_key(call)]
+        if len(self._old_keys) < _MANY_KEYS:
+            return
+        done, self._old_keys = self._old_keys, []
         for key in done:
             with contextlib.suppress(RuntimeError):  # a store that cannot delete grows; that is all
                 self._store.delete_key(key)
 
     def _keep_old_keys(self) -> None:
         """Leave all keys so far in the store: after a failure a late rank may not have read them yet."""
-        self._old_keys, self._last_keys = [], []
+        self._old_keys, self._last_keys, self._this_keys = [], [], []
 
     def _break(self, message: str, rank: int) -> NoReturn:
         self._broken = message
