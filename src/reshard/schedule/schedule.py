@@ -127,8 +127,8 @@ class Schedule:
     def _block_of_round(self) -> list[int]:
         """Which block each round is one of. Rounds of different blocks alternate, as many of each as it repeats.
 
-        A bucket that goes to several receivers, in rounds of different blocks, then goes to them soon after one another,
-        so that it is packed once; and no receiver is idle through a whole block.
+        A bucket that goes to several receivers, in rounds of different blocks, then goes to them soon after one another
+        and is packed once; and no receiver is idle through a whole block.
         """
         most = max((block.repeat for block in self.blocks), default=1)
         spread = (
