@@ -23,10 +23,12 @@ from reshard.errors import (
 from reshard.layouts.box import Box
 from reshard.layouts.manifest import BoundPiece, binding_of, find_rebound
 from reshard.layouts.piece import Piece
-from reshard.plan.plan import STRATEGIES, Plan, plan_refit
+from reshard.plan.plan import STRATEGIES, plan_refit
 from reshard.refit.agreement import Agreed, Declared, Options, agree, clashing, or_tell_peers
 from reshard.refit.group import CHOICES, Group
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES, Schedule, plan_schedule
+from reshard.topology import presets
+from reshard.topology.topology import ONE_HOST
 from reshard.transports.base import Deadline, Loan
 from reshard.transports.program import Link, Program, staging_need
 from reshard.transports.verify import VERIFY
@@ -77,12 +79,18 @@ class CompiledRefit:
     """
 
     def __init__(
-        self, group: Group, declared: Declared, agreed: Agreed, plan: Plan, schedule: Schedule, deadline: Deadline
+        self,
+        group: Group,
+        declared: Declared,
+        agreed: Agreed,
+        schedule: Schedule,
+        links: Mapping[int, Link],
+        deadline: Deadline,
     ) -> None:
         self.group = group
         self.process_group: dist.ProcessGroup | None = None
         self._manifests = (declared.src, declared.dst)
-        self.plan = plan
+        self.plan = schedule.plan
         self.schedule = schedule
         self.not_covered = agreed.not_covered
         self._options = agreed.options
@@ -95,7 +103,7 @@ class CompiledRefit:
             self._sources = self._snapshot(agreed)
             self._device = agreed.device
             self._p2p = group.p2p(self._device, deadline)
-            self._links = group.links(agreed.options.transport, self._device, deadline)
+            self._links = links
             offer = self._offer()
         told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
         self._check_digests(told)
@@ -424,7 +432,8 @@ def compile_refit(
         staging_nbytes: The most staging memory for a rank; the least of all ranks' limits counts.
         bucket_nbytes: Nominal bucket size; chosen from the limit if not given.
         depth: Buckets in flight in each direction.
-        topology: What joins the ranks; one host if not given.
+        topology: What joins the ranks, equal on every rank. If not given, ranks that share memory count as one host,
+            and all hosts' ports as equally fast.
         timeout: For all ranks to come and agree.
 
     Raises:
@@ -451,7 +460,11 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     """As ``compile_refit``, from what this rank declared."""
     agreed = agree(group, declared, deadline)
     options = agreed.options
-    plan = plan_refit(agreed.src, agreed.dst, topology, strategy=options.strategy)
+    with or_tell_peers(group, "links"):
+        links = group.links(options.transport, agreed.device, deadline)
+    looked = options.transport != "torch_p2p" and agreed.device.type == "cpu"
+    joined = _agree_on_topology(group, links if looked else {}, topology, deadline)
+    plan = plan_refit(agreed.src, agreed.dst, joined, strategy=options.strategy)
     if plan.needed_nbytes == 0 and any(spec.nbytes for spec in plan.specs):
         spec = next(spec for spec in plan.specs if spec.nbytes)
         raise ManifestError(
@@ -463,7 +476,58 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     schedule = plan_schedule(
         plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth
     )
-    return CompiledRefit(group, declared, agreed, plan, schedule, deadline)
+    return CompiledRefit(group, declared, agreed, schedule, links, deadline)
+
+
+def _agree_on_topology(
+    group: Group, links: Mapping[int, Link], given: Topology | None, deadline: Deadline
+) -> Topology | None:
+    """The topology that all ranks were given; without one, hosts as ranks that share memory found each other.
+
+    ``links`` are empty where nobody looked for shared memory.
+
+    Raises:
+        DigestError: Ranks were given different topologies.
+    """
+    shared = sorted(peer for peer, link in links.items() if link.transport.lends)
+    mine = None if given is None else json.dumps(given.to_json(), sort_keys=True)
+    payload = json.dumps([mine, shared, bool(links)]).encode()
+    told = [json.loads(value) for value in group.meeting.exchange("links", payload, deadline)]
+    for rank, (theirs, _, _) in enumerate(told):
+        if theirs != told[0][0]:
+            raise DigestError(
+                f"Rank 0 was given {_called(told[0][0])} and rank {rank} {_called(theirs)}. All ranks of a refit are "
+                f"given the same topology.",
+                rank=rank,
+            )
+    if given is not None or not all(looked for _, _, looked in told):
+        return given
+    hosts = find_hosts([set(peers) for _, peers, _ in told])
+    return ONE_HOST if len(hosts) == 1 else presets.hosts(hosts, port_bytes_per_second=GUESSED_PORT)
+
+
+GUESSED_PORT = 10**9
+"""Bytes a second of a host's port where nobody says: only the ratio between hosts matters, and it is taken as 1."""
+
+
+def _called(topology: str | None) -> str:
+    return "no topology" if topology is None else f"topology {json.loads(topology)['name']!r}"
+
+
+def find_hosts(reached: Sequence[set[int]]) -> list[list[int]]:
+    """Ranks that reach each other through shared memory, together; each rank once.
+
+    >>> find_hosts([{1}, {0}, set()])
+    [[0, 1], [2]]
+    """
+    hosts: list[list[int]] = []
+    for rank, peers in enumerate(reached):
+        home = next((h for h in hosts if all(o in peers and rank in reached[o] for o in h)), None)
+        if home is None:
+            hosts.append([rank])
+        else:
+            home.append(rank)
+    return hosts
 
 
 __all__ = ["CompiledRefit", "Link", "RunReport", "compile_declared", "compile_refit", "make_options"]
