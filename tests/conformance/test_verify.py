@@ -138,7 +138,7 @@ def test_a_sum_depends_on_the_box_and_its_bits_not_on_where_they_lie(kind, data)
 
 
 def sum_of(box, spec, memory, kind):
-    return box_sum(box, spec, list(BoundMemory(memory.pieces).regions(spec.name, box)), kind)
+    return box_sum(box, spec, BoundMemory(memory.pieces), kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -32,7 +32,7 @@ class Box:
 
     def __post_init__(self) -> None:
         if len(self.start) != len(self.stop):
-            raise ValueError(f"start has {len(self.start)} dims, stop has {len(self.stop)}: {self}")
+            raise ValueError(f"start has {len(self.start)} dims, stop has {len(self.stop)}: {self!r}")
         if any(lo >= hi for lo, hi in zip(self.start, self.stop, strict=True)):
             raise ValueError(f"a Box holds at least one element, got {self}; use None for 'no box'")
 

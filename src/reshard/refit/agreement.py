@@ -432,8 +432,7 @@ def _published_twice(src: Manifest) -> Iterator[tuple[str, Box]]:
 
 def _content(bound: BoundPiece, src: Manifest) -> str:
     spec = src.entry(bound.piece.name).spec
-    regions = list(BoundMemory([bound]).regions(spec.name, bound.piece.box))
-    return format(int(box_sum(bound.piece.box, spec, regions, "fingerprint")) & (2**64 - 1), "x")
+    return format(int(box_sum(bound.piece.box, spec, BoundMemory([bound]), "fingerprint")) & (2**64 - 1), "x")
 
 
 def lay_out(name: str, layout: Layout, rank: int, tensor: torch.Tensor | None, side: str) -> Manifest:

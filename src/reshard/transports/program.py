@@ -447,7 +447,8 @@ class Program:
         for _, operations in groupby(self._order, key=lambda op: (op.round, op.step)):
             now: list[tuple[_Receive, Ticket]] = []
             mine = list(operations)
-            if any(isinstance(op, _Send) and op.forwards for op in mine):
+            taken = [receive.slot for receive, _ in before if receive.slot is not None]
+            if any(op.forwards if isinstance(op, _Send) else op.slot in taken for op in mine):
                 for receive, ticket in before:
                     self._finish(receive, ticket, deadline)
                 before = []
@@ -584,9 +585,7 @@ class Program:
         sums = torch.zeros(len(check.items), dtype=torch.int64, device=self._device)
         for at, (tensor, box) in enumerate(check.items):
             spec = self.plan.specs[tensor]
-            regions = list(check.memory.regions(spec.name, box))
-            if regions:
-                sums[at] = box_sum(box, spec, regions, self._verify)
+            sums[at] = box_sum(box, spec, check.memory, self._verify)
         return sums
 
     def _differences(self, check: _Check, theirs: torch.Tensor) -> list[str]:

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from reshard.transports.views import contiguous_strides, words
+from reshard.transports.views import Region, contiguous_strides, words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator
 
     from reshard.layouts.box import Box
     from reshard.layouts.piece import TensorSpec
-    from reshard.transports.views import Region
+    from reshard.transports.views import BoundMemory
 
 Verify = Literal["none", "sum", "fingerprint"]
 VERIFY: tuple[Verify, ...] = ("none", "sum", "fingerprint")
@@ -42,13 +42,43 @@ def word_of(box: Box, spec: TensorSpec) -> int:
     return gcd(8, *(edge * spec.itemsize for edge in edges))
 
 
-def box_sum(box: Box, spec: TensorSpec, regions: Sequence[Region], kind: Verify) -> torch.Tensor:
-    """The sum over the elements of ``box`` that ``regions`` hold, an int64 scalar on their device."""
+def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify) -> torch.Tensor:
+    """The sum over the elements of ``box`` that lie in ``memory``, an int64 scalar on their device.
+
+    Where the memory's own runs are not whole words (interleaved rows, a box in two pieces), some rows at a time are
+    packed first, so that the words are those of the box.
+    """
     word = word_of(box, spec)
-    total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device)
-    for region in regions:
+    regions = list(memory.regions(spec.name, box))
+    total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device if regions else None)
+    whole_words = all(_fits(region, spec, word) for region in regions)
+    parts = regions if whole_words else (_packed(rows, spec, memory, total.device) for rows in _some_rows(box, spec))
+    for region in parts:
         total += _plain_sum(region, word) if kind == "sum" else _mixed_sum(region, spec, word)
     return total
+
+
+def _fits(region: Region, spec: TensorSpec, word: int) -> bool:
+    """Whether a region can be read as words of its tensor where it lies."""
+    edges = (region.box.start[-1], region.box.stop[-1], region.shape[-1]) if region.box.shape else ()
+    return all(edge * spec.itemsize % word == 0 for edge in edges) and _as_rows(region, word) is not None
+
+
+def _some_rows(box: Box, spec: TensorSpec) -> Iterator[Box]:
+    """The rows (last dim) of a box, some at a time, in boxes."""
+    row = box.shape[-1] if box.shape else 1
+    step = max(1, 8 * _CHUNK_WORDS // (row * spec.itemsize)) * row
+    for at in range(0, box.numel, step):
+        yield from box.linear_range(at, min(at + step, box.numel))
+
+
+def _packed(box: Box, spec: TensorSpec, memory: BoundMemory, device: torch.device) -> Region:
+    """The elements of ``box``, copied into memory of their own in C order."""
+    storage = torch.zeros(box.numel * spec.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    for region in memory.regions(spec.name, box):
+        mine, packed = region.pair(box, storage, 0)
+        packed.copy_(mine)
+    return Region(box, storage, 0, box.shape, contiguous_strides(box.shape), spec.itemsize)
 
 
 def _as_rows(region: Region, word: int) -> torch.Tensor | None:
@@ -67,13 +97,8 @@ def _as_rows(region: Region, word: int) -> torch.Tensor | None:
 
 def _in_words(region: Region, word: int) -> torch.Tensor:
     rows = _as_rows(region, word)
-    if rows is not None:
-        return rows
-    packed = region.words().contiguous()
-    nbytes = packed.numel() * packed.element_size()
-    last = region.shape[-1] * region.itemsize if region.shape else region.itemsize
-    shape = (nbytes // last, last // word)
-    return words(packed.untyped_storage(), 0, shape, contiguous_strides(shape), word, word)
+    assert rows is not None
+    return rows
 
 
 def _plain_sum(region: Region, word: int) -> torch.Tensor:
