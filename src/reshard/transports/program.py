@@ -51,7 +51,7 @@ Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
 """Targets and sources, as words of equal shape."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
     """A place in staging memory and the tickets that still use it."""
 
