@@ -164,7 +164,7 @@ def test_a_machine_that_does_not_allow_it_is_told_why_and_what_to_do(monkeypatch
         run_cluster(scenarios=["one-host"], nbytes=NBYTES)
     done = CliRunner().invoke(main, ["bench", "cluster", "--scenario", "one-host"])
     assert done.exit_code == 2
-    assert "EnvironmentNotSupported: Hosts in namespaces need Linux and its programs" in done.stderr
+    assert "EnvironmentNotSupported: Hosts in namespaces need programs that are missing here" in done.stderr
 
 
 def test_a_rate_without_a_unit_is_a_wrong_question():

@@ -8,7 +8,14 @@ from datetime import timedelta
 import pytest
 import torch.distributed as dist
 
-from reshard.errors import ConfigError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
+from reshard.errors import (
+    ConfigError,
+    DigestError,
+    EnvironmentNotSupported,
+    PeerError,
+    RefitTimeout,
+    TransportError,
+)
 from reshard.testing.processes import threads
 from reshard.transports.base import Deadline
 from reshard.transports.meeting import Meeting, store_of
@@ -155,3 +162,66 @@ def test_the_store_of_a_group_is_found():
         return store.get(f"from {1 - context.rank}").decode()
 
     assert threads(2, scenario) == ["given", "given"]
+
+
+# -- agreeing: one value for all ---------------------------------------------------------------------------------------
+
+
+def test_ranks_that_say_the_same_go_on_and_may_exchange_in_between():
+    def scenario(context):
+        meeting = meeting_of(context)
+        for number in range(50):
+            meeting.agree("run", bytes([number, 0, 255]))
+        assert meeting.exchange("x", b"%d" % context.rank) == [b"0", b"1", b"2"]
+        meeting.agree("run", b"")
+
+    threads(3, scenario)
+
+
+def test_a_rank_that_says_something_else_is_named_on_every_rank_and_the_meeting_goes_on():
+    def scenario(context):
+        meeting = meeting_of(context)
+        with pytest.raises(DigestError) as caught:
+            meeting.agree("run", b"two" if context.rank == 2 else b"one")
+        meeting.agree("run", b"three")
+        return caught.value.ranks
+
+    ranks = threads(3, scenario)
+    assert len(set(ranks)) == 1
+    assert 2 in ranks[0]
+
+
+def test_a_rank_that_does_not_come_to_agree_is_named_by_the_others():
+    def scenario(context):
+        if context.rank == 1:
+            return (1,)
+        with pytest.raises(RefitTimeout) as caught:
+            meeting_of(context).agree("run", b"v", Deadline(1.0))
+        return caught.value.ranks
+
+    assert threads(3, scenario) == [(1,)] * 3
+
+
+def test_agreeing_and_exchanging_do_not_meet():
+    def scenario(context):
+        meeting = meeting_of(context)
+        with pytest.raises((TransportError, DigestError)):
+            if context.rank == 0:
+                meeting.agree("run", b"v")
+            else:
+                meeting.exchange("call", b"v")
+
+    threads(2, scenario)
+
+
+def test_a_rank_that_fails_to_agree_is_heard_at_once():
+    def scenario(context):
+        meeting = meeting_of(context)
+        if context.rank == 1:
+            meeting.fail("run", "no memory")
+        else:
+            with pytest.raises(PeerError, match="no memory"):
+                meeting.agree("run", b"v", Deadline(20.0))
+        meeting.agree("run", b"w")
+
+    threads(3, scenario)

@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from reshard.bench import RATIOS, SCENARIOS, TRANSPORTS
-from reshard.cli.output import emit_json, json_option, stderr_console
+from reshard.bench.cluster_scenarios import SCENARIO_NAMES
+from reshard.cli.output import emit_json, json_option, size, stderr_console
 from reshard.errors import VerifyError
 from reshard.units import format_nbytes
 
@@ -126,3 +127,43 @@ def _operations(scenario: Mapping[str, Any]) -> Table:
         sizes = (scenario["wire_nbytes"][name], scenario["peak_extra_nbytes"][name])
         table.add_row(name, *(f"{1e3 * value:.2f}" for value in times), *(f"{size / 2**20:.1f}" for size in sizes))
     return table
+
+
+@bench.command(epilog="Example: reshard bench cluster --scenario one-host --rate 2Gbit --nbytes 64MiB")
+@click.option(
+    "--scenario",
+    "scenarios",
+    multiple=True,
+    type=click.Choice(SCENARIO_NAMES),
+    help="What to measure; may be given more than once. Everything if not given.",
+)
+@click.option("--rate", default="2Gbit", show_default=True, help="Of every host's link, in each direction.")
+@click.option("--nbytes", default="512MiB", show_default=True, type=size, help="Bytes of all tensors together.")
+@click.option("--repeat", default=3, show_default=True, type=click.IntRange(1), help="Measured runs of each operation.")
+@json_option
+@click.pass_context
+def cluster(ctx: click.Context, scenarios: tuple[str, ...], rate: str, nbytes: int, repeat: int, as_json: bool) -> None:
+    """Source and destination ranks on hosts made of namespaces, joined by links of a limited rate.
+
+    Refits run beside the usual way (also with one copy into each host) and a bare socket that moves as many bytes over
+    the busiest link, interleaved. Bytes are read from the network interfaces. What every strategy brings is compared
+    element by element first; exit code 1 if one is wrong. Needs Linux, root or user namespaces, iproute2.
+    """
+    from reshard.bench.cluster import run_cluster
+    from reshard.bench.cluster_text import render
+
+    try:
+        report = run_cluster(
+            scenarios=scenarios or SCENARIO_NAMES,
+            rate=rate,
+            nbytes=nbytes,
+            repeat=repeat,
+            progress=stderr_console().print,
+        )
+    except VerifyError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        ctx.exit(1)
+    if as_json:
+        emit_json(report)
+    else:
+        Console(highlight=False).print(*render(report), sep="\n")

@@ -250,11 +250,13 @@ class Cluster:
         self._keeper = None
 
     def _open(self) -> None:
+        if sys.platform != "linux":
+            raise EnvironmentNotSupported(f"Hosts in namespaces need Linux; this is {sys.platform}.")
         lacking = {tool: package for tool, package in TOOLS.items() if shutil.which(tool) is None}
-        if sys.platform != "linux" or lacking:
+        if lacking:
             raise EnvironmentNotSupported(
-                f"Hosts in namespaces need Linux and its programs; missing here: {', '.join(lacking) or sys.platform}. "
-                f"On Debian: apt-get install {' '.join(sorted(set(lacking.values()))) or 'is not the way out'}."
+                f"Hosts in namespaces need programs that are missing here: {', '.join(lacking)}. On Debian: "
+                f"apt-get install {' '.join(sorted(set(lacking.values())))}."
             )
         expiry = time.monotonic() + _START_SECONDS
         own = ["--user", "--map-root-user"] if os.geteuid() else []
@@ -335,7 +337,12 @@ class _First:
         self.pid = 0
         """In the numbers of this process."""
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the process
-        watched = [os.pidfd_open(os.getpid())] if watch_this_process else []
+        try:
+            watched = [os.pidfd_open(os.getpid())] if watch_this_process else []
+        except OSError as error:
+            raise EnvironmentNotSupported(
+                f"Hosts in namespaces end with the process that made them, which takes Linux 5.3 or newer: {error}."
+            ) from error
         try:
             self._process = subprocess.Popen(
                 [*command, *map(str, watched)],

@@ -5,9 +5,10 @@ or gone harms no connection of the data plane. One exchange costs a few round tr
 
     set(mine)   count += 1, the last one sets the word   wait(word)   get(everyone's)
 
-A rank that fails sets the word instead, so nobody waits for it. Old keys are deleted many at a time, once in many
-calls; never those of the last two: that this rank has finished the call before shows that everyone has begun it, and so
-has finished the one before that.
+Where all ranks must say the same (``agree``) there is one value to compare with, and nothing to get. A rank that fails
+sets the word instead, so nobody waits for it. Old keys are deleted many at a time, once in many calls; never those of
+the last two: that this rank has finished the call before shows that everyone has begun it, and so has finished the one
+before that.
 """
 
 from __future__ import annotations
@@ -19,14 +20,16 @@ from typing import TYPE_CHECKING, NoReturn
 
 import torch.distributed as dist
 
-from reshard.errors import ConfigError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
+from reshard.errors import ConfigError, DigestError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
 from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-_SAID, _FAILED, _EXPIRED = b"+", b"-", b"!"
+_SAID, _FAILED, _EXPIRED, _DIFFERS, _EXCHANGES = b"+", b"-", b"!", b"?", b"="
 _ALL_HERE = b"all here"
+_ROLL_CALL = timedelta(seconds=0.5)
+"""How long a rank whose deadline expired waits for others to say that they are here too."""
 _MANY_KEYS = 32
 """Old keys of this rank that are left in the store before they are deleted together."""
 
@@ -72,8 +75,7 @@ class Meeting:
             return [payload]
         with self._store_errors(label):
             self._set(self._key(call, self.rank), _encode(_SAID, label, payload))
-            if self._store.add(self._count_key(call), 1) == self.size:
-                self._set(self._word_key(call), _ALL_HERE)
+            self._arrive(call, label, _encode(_EXCHANGES, label, b""))
         self._forget(call)
         keys = [self._key(call, rank) for rank in range(self.size)]
         if not self._await_word(call, label, deadline):
@@ -90,6 +92,51 @@ class Meeting:
             if status != _SAID:
                 self._raise_failure(rank, label, status, value)
         return [value for _, _, value in told]
+
+    def agree(self, label: str, value: bytes, deadline: Deadline | None = None) -> None:
+        """Wait until all ranks are here with the same value: an exchange at half the cost.
+
+        Raises:
+            DigestError: Two ranks have different values; `ranks` names them. The meeting can go on.
+            PeerError, RefitTimeout, TransportError: As `exchange`.
+        """
+        deadline = deadline or Deadline.after(self.timeout)
+        call = self._next_call(label)
+        if self.size == 1:
+            return
+        mine = _encode(_SAID, label, value)
+        with self._store_errors(label):
+            self._arrive(call, label, mine)
+        self._forget(call)
+        with self._store_errors(label):
+            in_time = self._wait_for_word(call, deadline)
+            failed = in_time and self._store.add(self._trouble_key(call), 0)
+        if failed:
+            self._await_word(call, label, deadline)
+        if not in_time:
+            self._expire_agreement(call, label, mine, deadline)
+
+    def _arrive(self, call: int, label: str, mine: bytes) -> None:
+        """Compare with what the first rank here said, and count this one; the last one sets the word."""
+        first = self._compare_set(self._value_key(call), self.rank.to_bytes(4, "big") + mine)
+        if first[4:] != mine:
+            _, their_label, theirs = _decode(first[4:])
+            ours = _decode(mine)[2].hex()[:12]
+            facts = [int.from_bytes(first[:4], "big"), their_label, theirs.hex()[:12], label, ours]
+            self._say_failed(call, label, _DIFFERS, json.dumps(facts).encode())
+        elif self._store.add(self._count_key(call), 1) == self.size:
+            self._set(self._word_key(call), _ALL_HERE)
+
+    def _expire_agreement(self, call: int, label: str, mine: bytes, deadline: Deadline) -> None:
+        """Let those who are here say so, and raise `RefitTimeout` that names the others."""
+        keys = [self._key(call, rank) for rank in range(self.size)]
+        with self._store_errors(label):
+            self._set(self._key(call, self.rank), mine)
+        with contextlib.suppress(RuntimeError):  # the others' deadlines expire about now
+            self._store.wait(keys, _ROLL_CALL)
+        self._expire(keys, call, label, deadline)
+        if not self._await_word(call, label, deadline):
+            self._raise_timeout(self.rank, label, deadline.seconds, [r for r in range(self.size) if r != self.rank])
 
     def fail(self, label: str, message: str) -> None:
         """Take part in `exchange(label)` by failing: it then raises `PeerError` with `message` on every other rank."""
@@ -118,20 +165,46 @@ class Meeting:
     def _word_key(self, call: int) -> str:
         return f"{self.scope}/{call}/word"
 
+    def _value_key(self, call: int) -> str:
+        return f"{self.scope}/{call}/value"
+
+    def _trouble_key(self, call: int) -> str:
+        return f"{self.scope}/{call}/trouble"
+
+    def _compare_set(self, key: str, value: bytes) -> bytes:
+        """Set a key unless another rank was first; what it holds now."""
+        return self._store.compare_set(key, "", value)  # type: ignore[arg-type] # torch takes bytes too
+
     def _set(self, key: str, value: bytes) -> None:
         self._store.set(key, value)  # type: ignore[arg-type] # torch takes bytes too, its stubs do not say so
 
     def _say_failed(self, call: int, label: str, status: bytes, value: bytes) -> None:
         """Leave word for those who wait for all, and in the place of this rank's own payload."""
         self._set(self._key(call, self.rank), _encode(status, label, value))
+        self._store.add(self._trouble_key(call), 1)
         self._set(self._word_key(call), self.rank.to_bytes(4, "big") + _encode(status, label, value))
 
     def _raise_failure(self, rank: int, label: str, status: bytes, value: bytes) -> NoReturn:
         if status == _FAILED:
             message = value.decode()
             raise PeerError(f"Rank {rank} failed at {label!r}: {message}", rank=rank, cause=message, label=label)
+        if status == _DIFFERS:
+            self._raise_difference(rank, *json.loads(value))
         seconds, silent = json.loads(value)
         self._raise_timeout(rank, label, seconds, silent)
+
+    def _raise_difference(
+        self, rank: int, other: int, their_label: str, theirs: str, label: str, ours: str
+    ) -> NoReturn:
+        rule = "Every rank must make the same calls in the same order."
+        if their_label != label:
+            where = f"of meeting {self.scope!r}, rank {rank} is at {label!r}"
+            self._break(f"Rank {other} is at {their_label!r} {where}. {rule}", rank=other)
+        raise DigestError(
+            f"Rank {rank} is at another {label!r} than rank {other} ({ours} and {theirs}). {rule}",
+            rank=rank,
+            ranks=(other, rank),
+        )
 
     def _raise_timeout(self, rank: int, label: str, seconds: float, silent: Sequence[int]) -> NoReturn:
         names = f"rank{'s' if len(silent) > 1 else ''} {', '.join(map(str, silent))}"
@@ -146,20 +219,22 @@ class Meeting:
 
     def _await_word(self, call: int, label: str, deadline: Deadline) -> bool:
         """Wait for the word that all are here; False at the deadline, `PeerError` once a rank has failed."""
-        word_key = self._word_key(call)
-        try:
-            self._store.wait([word_key], timedelta(seconds=max(0.001, deadline.remaining())))
-        except RuntimeError:
-            # Not there, or the store is lost; in the second case the next question fails too.
-            with self._store_errors(label):
-                if not self._store.check([word_key]):
-                    return False
         with self._store_errors(label):
-            word = self._store.get(word_key)
+            if not self._wait_for_word(call, deadline):
+                return False
+            word = self._store.get(self._word_key(call))
         if word != _ALL_HERE:
             self._keep_old_keys()
             status, _, value = _decode(word[4:])
             self._raise_failure(int.from_bytes(word[:4], "big"), label, status, value)
+        return True
+
+    def _wait_for_word(self, call: int, deadline: Deadline) -> bool:
+        try:
+            self._store.wait([self._word_key(call)], timedelta(seconds=max(0.001, deadline.remaining())))
+        except RuntimeError:
+            # Not there, or the store is lost; in the second case the next question fails too.
+            return self._store.check([self._word_key(call)])
         return True
 
     def _expire(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> None:
@@ -177,7 +252,8 @@ class Meeting:
         self._last_keys = self._this_keys
         self._this_keys = [self._key(call, self.rank)]
         if self.rank == 0:
-            self._this_keys += [self._count_key(call), self._word_key(call)]
+            shared = (self._count_key, self._word_key, self._value_key, self._trouble_key)
+            self._this_keys += [key(call) for key in shared]
         if len(self._old_keys) < _MANY_KEYS:
             return
         done, self._old_keys = self._old_keys, []
