@@ -7,6 +7,7 @@ or after; no test sleeps.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import signal
@@ -55,17 +56,17 @@ def refit_once(ctx, group, transport, timeout, *, shared=False, before_run=conte
 
 
 @contextlib.contextmanager
-def signalled(transport, at, number):
-    """Send this process a signal at the ``at``-th wait of its transport."""
+def signalled(transport, at, number, method="wait"):
+    """Send this process a signal at the ``at``-th wait of its transport, or the ``at``-th call of another method."""
     kind = TRANSPORTS[transport]
-    original, calls = kind.wait, itertools.count(1)
+    original, calls = getattr(kind, method), itertools.count(1)
 
-    def wait(self, ticket, deadline):
+    def call(self, *args):
         if next(calls) == at:
             os.kill(os.getpid(), number)
-        return original(self, ticket, deadline)
+        return original(self, *args)
 
-    with mock.patch.object(kind, "wait", wait):
+    with mock.patch.object(kind, method, call):
         yield
 
 
@@ -135,9 +136,10 @@ def test_TH_01_a_rank_that_dies_before_it_calls_is_named(pool):
     check_told(told, 1, within=4)
 
 
-def _dies_inside(ctx, transport, victim, at, shared):
+def _dies_inside(ctx, transport, victim, at, shared, method="wait"):
     group = ctx.process_group("first")
-    inside = (lambda: signalled(transport, at, signal.SIGKILL)) if ctx.rank == victim else contextlib.nullcontext
+    kill = functools.partial(signalled, transport, at, signal.SIGKILL, method)
+    inside = kill if ctx.rank == victim else contextlib.nullcontext
     return what_it_raises(lambda: refit_once(ctx, group, transport, TIMEOUT, shared=shared, before_run=inside))
 
 
@@ -150,7 +152,8 @@ def test_TH_01_a_rank_killed_inside_the_transfer_is_named_long_before_the_deadli
 
 
 def test_TH_01_a_reader_killed_while_it_reads_memory_in_place_is_named(pool):
-    told = pool.run(_dies_inside, "shm", 3, 1, True, ranks=RANKS, timeout=30, may_die={3})
+    # the first thing that a reader sends is that it has read one source's memory
+    told = pool.run(_dies_inside, "shm", 3, 1, True, "post_send", ranks=RANKS, timeout=30, may_die={3})
     assert isinstance(told[3], Died)
     assert 3 in (told[0][1], told[1][1]), "both sources wait for it; one may hear of it through the other"
     assert all("rank 3" in told[rank][2] for rank in (0, 1))

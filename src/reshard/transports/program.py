@@ -3,13 +3,12 @@
 Compiling finds where every box lies, decides which buckets need a staging copy and which slot each uses, and makes
 every view that a copy needs. Running then only posts, waits and copies: no allocation, no lookup by name.
 
-What one rank does in a run::
+What one rank does in a run, once all ranks are known to be here::
 
-    tokens to the ranks that read my memory in place      (one-copy links: the source lies in shared memory)
     copies within this rank
     in order of rounds:  pack + send  |  wait + unpack    (receives are posted ahead, as many as there are slots)
-    reads from the memory of others, as their tokens come
-    wait until everybody who reads from here is done
+    reads from the memory of others                       (one-copy links: the source lies in shared memory)
+    tells them that it has read, and waits for those who read from here
 """
 
 from __future__ import annotations
@@ -395,38 +394,34 @@ class Program:
     # -- running ---------------------------------------------------------------------------------------------------
 
     def run(self, deadline: Deadline) -> None:
-        """Move the bytes once.
+        """Move the bytes once; all ranks must be known to be here, since weights are read in place without asking.
 
         Raises:
             RefitTimeout: The deadline expired; names the peer that was waited for.
             TransportError: A peer was lost.
             VerifyError: Landed bytes differ from those sent; names tensor, box and peer.
         """
-        lent = self._grant()
         copy_all(*self._copies)
         self._move(deadline)
         self._pull(deadline)
-        for transport, ticket in lent:
-            transport.wait(ticket, deadline)
         for transport in {id(link.transport): link.transport for link in self._links.values()}.values():
             transport.settle(deadline)
         if self._verify != "none":
             self._compare(deadline)
 
-    def _grant(self) -> list[tuple[Transport, Ticket]]:
-        """Tell every reader that this rank's weights may be read now."""
-        posted = []
+    def _pull(self, deadline: Deadline) -> None:
+        """Read from the memory of others, tell them, and wait until all who read from here have told this rank."""
+        told = []
+        for pull in self._pulls:
+            copy_all(*pull.copies)
+            told.append((pull.link.transport, pull.link.transport.post_send(pull.link.peer, _empty())))
         for peer in self._lent_to:
             link = self._links[peer]
-            posted.append((link.transport, link.transport.post_send(link.peer, _empty())))
-        return posted
-
-    def _pull(self, deadline: Deadline) -> None:
-        tickets = [(pull, pull.link.transport.post_recv(pull.link.peer, 0)) for pull in self._pulls]
-        for pull, ticket in tickets:
-            pull.link.transport.wait(ticket, deadline)
-            copy_all(*pull.copies)
-            pull.link.transport.release(ticket)
+            done = link.transport.post_recv(link.peer, 0)
+            link.transport.wait(done, deadline)
+            link.transport.release(done)
+        for transport, ticket in told:
+            transport.wait(ticket, deadline)
 
     def _move(self, deadline: Deadline) -> None:
         """Carry out sends and receives in the order of rounds."""
