@@ -122,10 +122,8 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         )
     if not dst.entries:
         raise ManifestError("No rank of the group wants a tensor. Ranks of the destination mesh must pass dst.")
-    wanted_names, said = (
-        set(dst.names),
-        {r: row["dst"]["manifest"]["aliases"] for r, row in enumerate(told) if row["dst"]},
-    )
+    wanted_names = set(dst.names)
+    said = {rank: row["dst"]["manifest"]["aliases"] for rank, row in enumerate(told) if row["dst"]}
     dst, dropped = _drop_aliases(src, dst, said)
     wanted = set(dst.names)
     skipped = frozenset(name for name in wanted_names if group.rank in dropped.get(name, ()))
