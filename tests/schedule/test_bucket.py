@@ -97,7 +97,7 @@ def test_the_staging_of_both_directions_stays_within_the_limit(limit):
     assert size.staging_nbytes <= limit
     assert size.staging_nbytes == 2 * size.depth * size.slot_nbytes
     # What a limit allows is used, up to the size above which larger buckets bring nothing.
-    assert size.slot_nbytes >= min(4 * MIB, limit // (2 * size.depth) // 2)
+    assert size.slot_nbytes >= min(3 * MIB, limit // (2 * size.depth) // 2)
 
 
 @settings(max_examples=300)

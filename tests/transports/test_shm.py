@@ -244,3 +244,23 @@ def test_borrowed_memory_outlives_the_transport_as_long_as_it_is_looked_at():
         return view.tolist() == list(range(100))
 
     assert threads(2, scenario) == [None, True]
+
+
+def test_who_is_waited_for_in_vain_names_the_one_it_waits_for_itself():
+    def scenario(context):
+        with make_shm(context) as transport:
+            if context.rank == 2:
+                context.store.wait(["told"])  # silent, and alive
+                return None
+            peer, seconds = (0, 0.3) if context.rank == 1 else (2, 20)
+            ticket = transport.post_recv(peer, 0)
+            with pytest.raises(TransportError) as caught:
+                transport.wait(ticket, Deadline(seconds))
+            if context.rank == 0:
+                context.store.set("told", "")
+            return caught.value.facts["peer"], caught.value.message
+
+    (blamed, said), (waited_for, _), _ = threads(3, scenario)
+    assert (blamed, waited_for) == (2, 0)
+    assert "rank 1 ended it" in said
+    assert "this rank was waiting for rank 2" in said

@@ -493,6 +493,8 @@ def _agree_on_topology(
                 f"given the same topology.",
                 rank=rank,
             )
+    if all(len(peers) == group.size - 1 for _, peers, _ in told):
+        group.use_board(deadline)
     if given is not None or not all(looked for _, _, looked in told):
         return given
     hosts = find_hosts([set(peers) for _, peers, _ in told])

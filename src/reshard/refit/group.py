@@ -113,6 +113,11 @@ class Group:
             self._shm = ShmTransport(prefixed, self.rank, self.size, timeout=timeout)
         return self._shm
 
+    def use_board(self, deadline: Deadline) -> None:
+        """From now on, agree in shared memory; called by all ranks together, each of which reaches all others there."""
+        if self.size > 1 and self.meeting.board is None:
+            self.meeting.board = self.shm(deadline).board(deadline)
+
     def links(self, choice: str, device: torch.device, deadline: Deadline) -> dict[int, Link]:
         """How each other rank is reached.
 

@@ -5,10 +5,10 @@ or gone harms no connection of the data plane. One exchange costs a few round tr
 
     set(mine)   count += 1, the last one sets the word   wait(word)   get(everyone's)
 
-Where all ranks must say the same (``agree``) there is one value to compare with, and nothing to get. A rank that fails
-sets the word instead, so nobody waits for it. Old keys are deleted many at a time, once in many calls; never those of
-the last two: that this rank has finished the call before shows that everyone has begun it, and so has finished the one
-before that.
+Where all ranks must say the same (``agree``) there is one value to compare with, and nothing to get; and where all of
+them share memory, a board there says so without the store. A rank that fails sets the word instead, so nobody waits for
+it. Old keys are deleted many at a time, once in many calls; never those of the last two: that this rank has finished
+the call before shows that everyone has begun it, and so has finished the one before that.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
+
+    from reshard.transports.board import Board
 
 _SAID, _FAILED, _EXPIRED, _DIFFERS, _EXCHANGES = b"+", b"-", b"!", b"?", b"="
 _ALL_HERE = b"all here"
@@ -58,6 +60,8 @@ class Meeting:
         self._last_keys: list[str] = []
         self._this_keys: list[str] = []
         self._broken: str | None = None
+        self.board: Board | None = None
+        """Where all ranks share memory: the quick way to ``agree``. Given to all ranks after the same call."""
 
     def exchange(self, label: str, payload: bytes, deadline: Deadline | None = None) -> list[bytes]:
         """Give `payload` to every rank and return all ranks' payloads in rank order.
@@ -73,6 +77,8 @@ class Meeting:
         call = self._next_call(label)
         if self.size == 1:
             return [payload]
+        if self.board is not None:
+            self.board.refuse(call)  # a rank that is elsewhere waits there
         with self._store_errors(label):
             self._set(self._key(call, self.rank), _encode(_SAID, label, payload))
             self._arrive(call, label, _encode(_EXCHANGES, label, b""))
@@ -105,6 +111,8 @@ class Meeting:
         if self.size == 1:
             return
         mine = _encode(_SAID, label, value)
+        if self.board is not None and self.board.all_say(call, mine, deadline):
+            return
         with self._store_errors(label):
             self._arrive(call, label, mine)
         self._forget(call)
@@ -143,6 +151,8 @@ class Meeting:
         call = self._next_call(label)
         if self.size == 1:
             return
+        if self.board is not None:
+            self.board.refuse(call)
         with self._store_errors(label):
             self._say_failed(call, label, _FAILED, message.encode())
         self._keep_old_keys()

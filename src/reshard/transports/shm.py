@@ -40,6 +40,7 @@ import torch.multiprocessing
 
 from reshard.errors import ConfigError, EnvironmentNotSupported, RefitTimeout, TransportError
 from reshard.transports.base import Deadline, Loan, Ticket, Transport, check_into, check_payload
+from reshard.transports.board import Board, board_nbytes
 from reshard.transports.meeting import Meeting
 from reshard.units import format_nbytes
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
 
 _HEAD = struct.Struct("<BxxxxxxxQQQ")
 """Kind, sequence, offset, nbytes; some kinds have a tail."""
-_HELLO, _VERDICT, _SEND, _RELEASE, _ARENA, _LOANS, _ABORT, _BYE = range(1, 9)
+_HELLO, _VERDICT, _SEND, _RELEASE, _ARENA, _LOANS, _ABORT, _BYE, _BOARD = range(1, 10)
 _TAIL_NBYTES = 1024
 _LOANS_A_MESSAGE = _TAIL_NBYTES // 8  # below the kernel's limit of 253 descriptors
 _ANCILLARY_NBYTES = socket.CMSG_SPACE(_LOANS_A_MESSAGE * 4)
@@ -137,8 +138,11 @@ class ShmTransport(Transport):
         self._arena_start = self._arena_stop = 0
         self._lent: dict[int, tuple[int, torch.UntypedStorage]] = {}
         self._ended: tuple[str, int | None] | None = None
+        self._blamed = False
+        """A peer ended it since it waited for this rank."""
         self._ending = threading.Lock()
         self._closed = False
+        self._board: Board | None = None
         self._inbox = bytearray(_HEAD.size + _TAIL_NBYTES)
         self._epoll = select.epoll()
         self._by_descriptor: dict[int, _Peer] = {}
@@ -290,6 +294,32 @@ class ShmTransport(Transport):
             _libc.madvise(memory.data_ptr(), memory.numel(), _MADV_POPULATE_READ)
         return memory
 
+    def board(self, deadline: Deadline) -> Board:
+        """The board of this group; made by all ranks together at its first use, each of which reaches all others.
+
+        Raises:
+            RefitTimeout: Rank 0 did not make it in time.
+            TransportError: Rank 0 was lost.
+        """
+        if self._board is None and self.rank == 0:
+            self._board = self._make_board()
+        while self._board is None:
+            root = self._reached(0)
+            if not self._read(root):
+                self._check(0)
+                if not self._pump(deadline) and self._board is None and deadline.expired:
+                    self._expire(0, "the board", deadline)
+        return self._board
+
+    def _make_board(self) -> Board:
+        self._check()
+        memory = os.memfd_create("reshard-board")
+        os.ftruncate(memory, board_nbytes(self.size))
+        bells = [os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK) for _ in range(self.size)]
+        for peer in self._peers.values():
+            self._tell(peer, _HEAD.pack(_BOARD, 0, 0, 0), [memory, bells[0], bells[peer.rank]])
+        return Board(self.rank, self.size, memory, list(enumerate(bells)))
+
     def abort(self, reason: str) -> None:
         self._end(f"aborted: {reason}", None, reason)
 
@@ -311,6 +341,8 @@ class ShmTransport(Transport):
             peer.arena = torch.empty(0, dtype=torch.uint8)
             peer.loans.clear()
         self._epoll.close()
+        if self._board is not None:
+            self._board.close()
         self._by_descriptor.clear()
         self._arena = torch.empty(0, dtype=torch.uint8)
         self._arena_start = self._arena_stop = 0
@@ -445,6 +477,8 @@ class ShmTransport(Transport):
         """Raise if this transport is over, or `peer` has closed its end."""
         if self._ended is not None:
             reason, culprit = self._ended
+            if self._blamed and peer is not None:  # the one who gave up waited for this rank, and this rank for another
+                reason, culprit = f"{reason}; this rank was waiting for rank {peer}", peer
             raise TransportError(
                 f"Rank {self.rank} (shm): {reason}. This transport is over; make a new one.",
                 rank=self.rank,
@@ -587,10 +621,15 @@ class ShmTransport(Transport):
                         peer.unread_loans.add(number)
             elif kind == _ABORT:
                 # A third rank may be the cause; if this rank is, then what it sees is that the peer gave up.
-                culprit = offset - 1 if offset and offset - 1 != self.rank else peer.rank
+                blamed = bool(offset) and offset - 1 == self.rank
+                culprit = offset - 1 if offset and not blamed else peer.rank
                 with self._ending:
                     if self._ended is None:
+                        self._blamed = blamed
                         self._ended = (f"rank {peer.rank} ended it: {tail.decode(errors='replace')}", culprit)
+            elif kind == _BOARD:
+                memory, root_bell, bell = map(os.dup, descriptors)
+                self._board = Board(self.rank, self.size, memory, [(0, root_bell), (self.rank, bell)])
             elif kind == _BYE:
                 self._end_of(peer, None)
         finally:
