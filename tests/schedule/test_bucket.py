@@ -220,3 +220,16 @@ def test_a_bucket_size_counts_its_slack():
     assert BucketSize(1000, 24, 3).slot_nbytes == 1024
     assert BucketSize(1000, 24, 3).staging_nbytes == 6 * 1024
     assert Box((0,), (1,)).numel == 1
+
+
+@pytest.mark.parametrize("limit", [2**k for k in range(12, 31)])
+@pytest.mark.parametrize("bucket_nbytes", [None, 64 << 10])
+def test_over_a_network_there_are_more_and_smaller_buckets_within_the_same_limit(limit, bucket_nbytes):
+    if bucket_nbytes and limit < 2 * 2 * bucket_nbytes * 9 // 8:
+        pytest.skip("two buckets in each direction do not fit")
+    size = size_buckets(limit, bucket_nbytes, network=True)
+    assert size.staging_nbytes <= limit
+    assert size.nbytes == bucket_nbytes or size.nbytes <= size_buckets(limit).nbytes
+    assert size.depth >= 2
+    if limit >= 64 * MIB:
+        assert (size.depth, size.nbytes) == (24, bucket_nbytes or MIB)

@@ -9,7 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.schedule.bucket import Bucket, BucketSize, Stream, fill_buckets, make_streams, size_buckets
-from reshard.schedule.rounds import Flow, Hop, RoundBlock, busiest, colour_rounds, flow_rounds
+from reshard.schedule.hops import LAG, Flow, Hop, Ports, flow_rounds
+from reshard.schedule.rounds import RoundBlock, busiest, colour_rounds
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
@@ -63,11 +64,16 @@ class Schedule:
 
     @property
     def least_rounds(self) -> int:
-        """What no order can beat: the most buckets that one rank sends or receives over the network."""
+        """What no order can beat: the most buckets that one rank, or one port to the network, sends or receives."""
         if not self.hops:
             return busiest(self.pair_buckets)
         edges = [self.streams[hop.flow].edges[hop.edge] for hop in self.hops if hop.step == 0]
-        return busiest(Counter(edges))
+        return max(Ports.of(self.plan.topology).least_rounds(Counter(edges)), 1)
+
+    @property
+    def early_rounds(self) -> int:
+        """How many rounds before its own a bucket may be posted over the network: what it hands on is there by then."""
+        return LAG - 1 if self.hops else 0
 
     @property
     def messages(self) -> int:
@@ -188,12 +194,14 @@ def plan_schedule(
     Raises:
         ScheduleError: The buckets do not fit into the limit.
     """
-    size = size_buckets(staging_nbytes, bucket_nbytes, depth)
+    size = size_buckets(staging_nbytes, bucket_nbytes, depth, network=not plan.topology.is_flat)
     streams = make_streams(plan, size)
     if plan.topology.is_flat:
         return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
     flows = [_flow(stream, size, plan.topology) for stream in streams]
-    return Schedule(plan, size, streams, (), tuple(flow_rounds(flows, _local_steps(plan.topology))))
+    return Schedule(
+        plan, size, streams, (), tuple(flow_rounds(flows, Ports.of(plan.topology), _local_steps(plan.topology)))
+    )
 
 
 _MOST_LOCAL_STEPS = 8

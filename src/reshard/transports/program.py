@@ -13,6 +13,7 @@ What one rank does in a run, once all ranks are known to be here::
 
 from __future__ import annotations
 
+from collections import deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -73,7 +74,9 @@ class _Send:
     """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
 
     round: int
-    step: int
+    when: When
+    """When it is posted, which may be before its round."""
+
     forwards: bool = False
 
 
@@ -89,7 +92,7 @@ class _Receive:
     """(outer box, its offset in the bucket, where a part of it goes): what unpacking writes."""
 
     round: int
-    step: int
+    when: When
     after: When = (-1, 0)
     """When its slot is needed last by what landed there before; it may be posted in any later step."""
     shown: dict[int, Copies] = field(default_factory=dict)
@@ -217,9 +220,12 @@ class Program:
         self._landed: dict[tuple[int, int], _Slot | None] = {}
         self._verify: Verify = verify
         self._device = device
+        self._in_batches = any(link.transport.groups_posts for link in links.values())
+        self._early_rounds = 0 if self._in_batches else min(schedule.early_rounds, schedule.size.depth - 1)
         self._lands_whole = self.plan.strategy == "gather-broadcast"
         in_place = _InPlace(self._borrowed, self._lent_to)
         operations = [op for op in schedule.for_rank(rank) if not in_place.covers(op)]
+        operations.sort(key=lambda op: (*self._when(op), op.kind == "recv"))
         self._order: list[_Send | _Receive] = self._compile(operations)
         self._receives = [op for op in self._order if isinstance(op, _Receive)]
         self._copies = self._compile_copies()
@@ -238,6 +244,10 @@ class Program:
         slot = align(self.schedule.size.slot_nbytes)
         return [_Slot(arena, k * slot) for k in range(arena.numel() // slot)]
 
+    def _when(self, op: Operation) -> When:
+        """When an operation is posted: in its round, or earlier where it sends over the network."""
+        return op.round - (self._early_rounds if op.kind == "send" and op.step == 0 else 0), op.step
+
     def _compile(self, operations: Sequence[Operation]) -> list[_Send | _Receive]:
         order: list[_Send | _Receive] = []
         last_use = _handed_on(operations)
@@ -250,21 +260,21 @@ class Program:
 
     def _compile_send(self, op: Operation) -> _Send:
         """Send from where the bytes are: the weights, the slot in which they came, or a slot they are packed into."""
-        bucket, link = op.bucket, self._links[op.peer]
+        bucket, link, when = op.bucket, self._links[op.peer], self._when(op)
         slot = self._landed.get(_key(bucket)) if op.forwarded else None
         if slot is not None:
             return _Send(
-                op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, op.round, op.step, True
+                op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, op.round, when, True
             )
         memory = self._dst if op.forwarded else self._src
         if link.transport.sends_from == "anywhere":
             run = merged_run(self._one_region_an_item(bucket, memory))
             if run is not None:
-                return _Send(op.peer, link, run, bucket, None, None, op.round, op.step, op.forwarded)
+                return _Send(op.peer, link, run, bucket, None, None, op.round, when, op.forwarded)
         slot, packed = self._slot_to_pack(bucket)
         payload = self._slot_memory(slot, bucket.nbytes)
         pack = None if packed else self._pack_views(bucket, slot, memory)
-        return _Send(op.peer, link, payload, bucket, slot, pack, op.round, op.step, op.forwarded)
+        return _Send(op.peer, link, payload, bucket, slot, pack, op.round, when, op.forwarded)
 
     def _slot_to_pack(self, bucket: Bucket) -> tuple[_Slot, bool]:
         """A slot for a bucket, the least recently used; or the one that holds it still."""
@@ -317,7 +327,7 @@ class Program:
     def _compile_receive(self, op: Operation, last_use: When | None) -> _Receive:
         bucket, link = op.bucket, self._links[op.peer]
         placed = self._placed(bucket, self._dst)
-        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, op.step)
+        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, self._when(op))
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
         run = merged_run([region for _, _, region in placed]) if complete else None
         if last_use is not None and self._hold(receive, last_use):
@@ -335,7 +345,7 @@ class Program:
         is free again in the step after its last use, never in the same one: a rank that sends from it and receives into
         it in one step would wait for its peer to have read, while that one does the same.
         """
-        now = (receive.round, receive.step)
+        now = receive.when
         free = [slot for slot in self._receive_slots if slot.busy_until < now]
         if not free or (last_use > now and len(free) < 2):
             assert last_use > now, "a slot is always left for a receive that is not kept"
@@ -425,7 +435,7 @@ class Program:
 
     def _move(self, deadline: Deadline) -> None:
         """Carry out sends and receives in the order of rounds."""
-        if any(link.transport.groups_posts for link in self._links.values()):
+        if self._in_batches:
             self._move_in_batches(deadline)
         else:
             self._move_ahead(deadline)
@@ -439,7 +449,7 @@ class Program:
         rounds overlap on the device. No GPU has run this.
         """
         before: list[tuple[_Receive, Ticket]] = []
-        for _, operations in groupby(self._order, key=lambda op: (op.round, op.step)):
+        for _, operations in groupby(self._order, key=lambda op: op.when):
             now: list[tuple[_Receive, Ticket]] = []
             mine = list(operations)
             taken = [receive.slot for receive, _ in before if receive.slot is not None]
@@ -467,21 +477,28 @@ class Program:
             self._finish(receive, ticket, deadline)
 
     def _move_ahead(self, deadline: Deadline) -> None:
-        """Send and receive one after the other, with as many receives posted ahead as there are slots."""
+        """Send and receive one after the other, with as many receives posted ahead as there are slots.
+
+        Buckets for the network are posted some rounds before their own, since posting does not wait: a link then has
+        something to carry while this rank waits for a bucket that is late. The order within a pair stays.
+        """
         ahead = max(1, self.schedule.size.depth)
         tickets: dict[int, Ticket] = {}
         posted = done = 0
-        open_sends: list[tuple[Transport, Ticket]] = []
+        open_sends: deque[tuple[Transport, Ticket]] = deque()
         for op in self._order:
             while posted < len(self._receives) and posted < done + ahead:
                 receive = self._receives[posted]
-                if receive.after >= (op.round, op.step):
+                if receive.after >= op.when:
                     break
                 self._drain(receive.slot, deadline)
                 tickets[posted] = receive.link.transport.post_recv(receive.link.peer, receive.nbytes, receive.into)
                 posted += 1
             if isinstance(op, _Send):
                 self._pack(op, deadline)
+                if self._early_rounds and len(open_sends) == self.schedule.size.depth:
+                    transport, ticket = open_sends.popleft()
+                    transport.wait(ticket, deadline)
                 open_sends.append(self._post(op))
             else:
                 self._finish(op, tickets.pop(done), deadline)
