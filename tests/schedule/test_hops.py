@@ -102,3 +102,25 @@ def test_what_is_relayed_is_offered_some_rounds_after_it_has_come():
     ports = Ports({0: 0, 1: 1, 2: 2}, (1024,) * 3, (1024,) * 3)
     first, second = flow_rounds([Flow(((0, 1), (1, 2)), (False, False), 1)], ports, 1)
     assert (first.round, second.round) == (0, LAG)
+
+
+def test_a_large_plan_is_placed_in_runs_of_buckets_and_every_rank_sees_the_same_order(monkeypatch):
+    monkeypatch.setattr("reshard.schedule.schedule._MOST_HOPS", 40)
+    src, dst, topology = random_refit(3)
+    plan = plan_refit(src, dst, topology, cut_nbytes=1)
+    schedule = plan_schedule(plan, staging_nbytes=16384, bucket_nbytes=64)
+    assert max(hop.count for hop in schedule.hops) > 1
+    sent, received = {}, {}
+    for rank in range(plan.size):
+        here = {}
+        for op in schedule.for_rank(rank):
+            bucket = (op.bucket.stream, op.bucket.index)
+            assert op.round < schedule.rounds
+            if op.kind == "recv":
+                here[bucket] = (op.round, op.step)
+                received.setdefault((op.peer, rank), []).append(bucket)
+            else:
+                assert not op.forwarded or here[bucket] < (op.round, op.step)
+                sent.setdefault((rank, op.peer), []).append(bucket)
+    assert sent == received
+    assert {pair: len(buckets) for pair, buckets in sent.items()} == schedule.pair_buckets

@@ -102,3 +102,29 @@ def test_nothing_is_left_open():
     assert open_files() > before
     board.close()
     assert open_files() == before
+
+
+@pytest.mark.parametrize("refuses", [0, 1])
+def test_who_is_slow_to_wake_still_finds_the_word_of_its_call_after_others_failed_in_the_next(boards, refuses):
+    def scenario(context):
+        rank, board = context.rank, boards[context.rank]
+        if rank == SIZE - 1:
+            board._write(1, board_mark(b"x"))  # here in time ...
+            context.store.wait(["refused"])
+            return board._listen(1, Deadline(20.0))  # ... and asleep while the others go on
+        assert board.all_say(1, b"x", Deadline(20.0))
+        if rank == refuses:
+            board.refuse(2)
+        elif rank == 0:
+            assert not board.all_say(2, b"x", Deadline(20.0))
+        if rank == 0:
+            context.store.set("refused", "yes")
+        return True
+
+    assert threads(SIZE, scenario) == [True] * SIZE
+
+
+def board_mark(value):
+    import hashlib
+
+    return hashlib.blake2b(value, digest_size=16).digest()

@@ -5,8 +5,9 @@ bucket, a slower one so much less often, however many ranks share it; so rounds 
 a few steps inside the domains, as many as the fast link is faster: there every rank sends and receives one bucket a
 step. A bucket is handed on inside its domain while the network brings the next one.
 
-Ports with most seconds left are matched first. A round offers only what has arrived; what goes on over the network is
-offered some rounds later (``LAG``), so that a port has something to send while a late bucket is still on its way.
+What will be relayed is sent first, then by ports with most seconds left: a relay that gets its buckets late would end
+after all others. A round offers only what has arrived; what goes on over the network is offered some rounds later
+(``LAG``), so that a port has something to send while a late bucket is still on its way.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ LAG = 8
 """Rounds from a bucket's arrival to the round in which it is sent on over the network. It may be sent before."""
 
 _TICKS = 1 << 10
-"""In a round: costs are integers, so that every rank finds the same order."""
+"""In a round, or a step inside: costs are integers, so that every rank finds the same order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,24 @@ class Flow:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``; step 0 of a round is the network's."""
+    """Bucket ``bucket`` of flow ``flow`` goes over the flow's edge ``edge``; step 0 of a round is the network's.
+
+    The ``count - 1`` buckets after it follow over the same edge: one a round over the network, one a step inside.
+    """
 
     round: int
     step: int
     flow: int
     bucket: int
     edge: int
+    count: int = 1
+
+    def when(self, at: int, local_steps: int) -> tuple[int, int]:
+        """Round and step in which the bucket moves that comes ``at`` buckets after the first one."""
+        if self.step == 0:
+            return self.round + at, 0
+        steps = self.round * local_steps + self.step - 1 + at
+        return steps // local_steps, steps % local_steps + 1
 
 
 @dataclass(frozen=True)
@@ -78,93 +90,98 @@ class Ports:
         return -(-max(ticks.values(), default=0) // _TICKS)
 
 
-def flow_rounds(flows: Sequence[Flow], ports: Ports, local_steps: int) -> list[Hop]:
+def flow_rounds(flows: Sequence[Flow], ports: Ports, local_steps: int, run: int = 1) -> list[Hop]:
     """Put every bucket's every edge into a step of a round, after the one that brings it to the edge's sender.
 
     Args:
         flows: What takes which edges.
         ports: Where ranks attach to the network.
         local_steps: How many buckets a rank can hand on inside its domain while the network brings it one.
+        run: How many buckets in a row are placed as one, over as many rounds: a larger plan takes no longer then.
 
     Returns:
-        Hops in order; in each step a rank sends at most one bucket and receives at most one.
+        Hops in the order in which they were placed; in each step of a round a rank sends at most one bucket and
+        receives at most one.
     """
-    wanted = _Flows(flows, ports)
+    wanted = _Flows(flows, ports, local_steps, run)
     hops: list[Hop] = []
     number = 0
     while wanted.left:
-        wanted.begin(number)
-        hops.extend(wanted.match_network(number))
-        for step in range(1, local_steps + 1):
-            hops.extend(wanted.match_inside(number, step))
+        hops.extend(wanted.place_window(number))
         number += 1
     return hops
 
 
-class _Flows:
-    """What is left to place, and what is ready: an edge of a bucket is ready once its sender has the bucket."""
+Run = tuple[int, int, int]
+"""Flow, first bucket, edge."""
 
-    def __init__(self, flows: Sequence[Flow], ports: Ports) -> None:
+
+class _Flows:
+    """What is left to place, and what is ready: an edge of a run is ready once its sender has the run.
+
+    Rounds are taken ``run`` at a time: a window. Time on the network counts rounds, time inside domains counts steps.
+    """
+
+    def __init__(self, flows: Sequence[Flow], ports: Ports, local_steps: int, run: int) -> None:
         self._flows = flows
-        self._ports = ports
-        self.left = sum(flow.count * len(flow.edges) for flow in flows)
+        self._run = run
+        self._local_steps = local_steps
+        self.left = sum(-(-flow.count // run) * len(flow.edges) for flow in flows)
         self._after = [_followers(flow.edges) for flow in flows]
         self._network = _Ready(ports.of_rank.__getitem__, ports.out_ticks, ports.in_ticks)
         self._inside = _Ready(int, None, None)
-        self._due: dict[int, list[tuple[int, int, int]]] = {}
+        self._due: dict[int, list[tuple[Run, int]]] = {}
         for flow in flows:
             for pair, inside in zip(flow.edges, flow.inside, strict=True):
                 (self._inside if inside else self._network).expect(pair, flow.count)
         # what is relayed goes first; otherwise the buckets of all flows side by side, as the model's tensors come
         first = [
-            (not _relays(flow), (bucket + 1) / flow.count, at, bucket, edge)
+            (not _relays(flow), (bucket + run) / flow.count, at, bucket, edge)
             for at, flow in enumerate(flows)
-            for bucket in range(flow.count)
+            for bucket in range(0, flow.count, run)
             for edge in self._after[at][-1]
         ]
-        for hop in sorted(first):
-            self._offer(hop[2:])
+        for _, _, *hop in sorted(first):
+            self._offer((hop[0], hop[1], hop[2]), 0)
 
-    def _offer(self, hop: tuple[int, int, int]) -> None:
+    def _count(self, hop: Run) -> int:
+        """How many buckets a run has."""
+        return min(self._run, self._flows[hop[0]].count - hop[1])
+
+    def _offer(self, hop: Run, ready: int) -> None:
         flow, _, edge = hop
-        ready = self._inside if self._flows[flow].inside[edge] else self._network
-        ready.add(self._flows[flow].edges[edge], hop)
+        inside = self._flows[flow].inside
+        relayed = not all(inside[follower] for follower in self._after[flow][edge])
+        links = self._inside if inside[edge] else self._network
+        links.add(self._flows[flow].edges[edge], hop, self._count(hop), ready, relayed=relayed)
 
-    def begin(self, number: int) -> None:
-        """Offer what is due in a round."""
-        for hop in self._due.pop(number, ()):
-            self._offer(hop)
+    def place_window(self, number: int) -> list[Hop]:
+        """Place what begins in a window: over the network, then inside the domains."""
+        first, steps, hops = number * self._run, self._local_steps, []
+        for run, ready in self._due.pop(number, ()):
+            self._offer(run, ready)
+        while placed := self._network.take_matching(first, first + self._run):
+            for run, begins, last in placed:
+                hops.append(Hop(begins, 0, *run, self._count(run)))
+                self._hand_on(run, number, last * steps, last + LAG)
+        while placed := self._inside.take_matching(first * steps, (first + self._run) * steps):
+            for run, begins, last in placed:
+                hops.append(Hop(begins // steps, begins % steps + 1, *run, self._count(run)))
+                self._hand_on(run, number, last + 1, last // steps + LAG)
+        self.left -= len(hops)
+        return hops
 
-    def match_network(self, number: int) -> list[Hop]:
-        """The matching of a round over the network: free ports with most left to do first."""
-        placed = self._network.take_matching(number * _TICKS)
-        self.left -= len(placed)
-        for flow, bucket, edge in placed:
-            sender, receiver = self._flows[flow].edges[edge]
-            out, into = self._ports.of_rank[sender], self._ports.of_rank[receiver]
-            later = -(-max(self._ports.out_ticks[out], self._ports.in_ticks[into]) // _TICKS) - 1
-            for follower in self._after[flow][edge]:
-                self._expect((flow, bucket, follower), number, later)
-        return [Hop(number, 0, *hop) for hop in placed]
-
-    def match_inside(self, number: int, step: int) -> list[Hop]:
-        """One step inside all domains; what it brings is ready for the next one."""
-        placed = self._inside.take_matching()
-        self.left -= len(placed)
-        for flow, bucket, edge in placed:
-            for follower in self._after[flow][edge]:
-                self._expect((flow, bucket, follower), number)
-        return [Hop(number, step, *hop) for hop in placed]
-
-    def _expect(self, hop: tuple[int, int, int], number: int, later: int = 0) -> None:
-        """Offer what a step of round ``number`` brings to its sender, ``later`` rounds after that."""
-        flow, _, edge = hop
-        if not self._flows[flow].inside[edge]:
-            later += LAG
-        if later:
-            self._due.setdefault(number + later, []).append(hop)
-        else:
-            self._offer(hop)
+    def _hand_on(self, run: Run, number: int, step: int, round_: int) -> None:
+        """Offer what a run's receiver hands on: inside from a step on, over the network from a round on."""
+        flow, bucket, edge = run
+        for follower in self._after[flow][edge]:
+            inside = self._flows[flow].inside[follower]
+            ready = step if inside else round_
+            window = ready // (self._run * self._local_steps) if inside else ready // self._run
+            if window > number:
+                self._due.setdefault(window, []).append(((flow, bucket, follower), ready))
+            else:
+                self._offer((flow, bucket, follower), ready)
 
 
 class _Ready:
@@ -172,7 +189,7 @@ class _Ready:
 
     Args:
         end_of: What stands for a rank there: its port, or the rank itself.
-        out_ticks: What a bucket costs each sending end; None where all cost the same and a step takes one.
+        out_ticks: What a bucket costs each sending end; None where it costs one unit of time everywhere.
         in_ticks: What it costs a receiving end.
     """
 
@@ -181,7 +198,9 @@ class _Ready:
     ) -> None:
         self._end_of = end_of
         self._ticks = (out_ticks, in_ticks)
-        self._queues: dict[Pair, deque[tuple[int, int, int]]] = {}
+        self._queues: dict[Pair, deque[tuple[Run, int, int, bool]]] = {}
+        self._relayed: dict[int, set[int]] = {}
+        """By sending end: the ends for which what it sends next will be relayed."""
         self._to: dict[int, set[int]] = {}
         self._from: dict[int, set[int]] = {}
         self._out: dict[int, int] = {}
@@ -192,46 +211,57 @@ class _Ready:
     def _ends(self, pair: Pair) -> Pair:
         return self._end_of(pair[0]), self._end_of(pair[1])
 
-    def _cost(self, ends: Pair) -> Pair:
+    def _cost(self, ends: Pair, count: int) -> Pair:
         out_ticks, in_ticks = self._ticks
-        return (1 if out_ticks is None else out_ticks[ends[0]]), (1 if in_ticks is None else in_ticks[ends[1]])
+        return (
+            count * (_TICKS if out_ticks is None else out_ticks[ends[0]]),
+            count * (_TICKS if in_ticks is None else in_ticks[ends[1]]),
+        )
 
     def expect(self, pair: Pair, count: int) -> None:
         """Count buckets that will be ready on a pair some time."""
         ends = self._ends(pair)
-        out, into = self._cost(ends)
-        self._out[ends[0]] = self._out.get(ends[0], 0) + count * out
-        self._in[ends[1]] = self._in.get(ends[1], 0) + count * into
+        out, into = self._cost(ends, count)
+        self._out[ends[0]] = self._out.get(ends[0], 0) + out
+        self._in[ends[1]] = self._in.get(ends[1], 0) + into
 
-    def add(self, pair: Pair, hop: tuple[int, int, int]) -> None:
-        """Make a bucket ready on a pair."""
+    def add(self, pair: Pair, hop: Run, count: int, ready: int, *, relayed: bool) -> None:
+        """Make a run of ``count`` buckets ready on a pair from a time on."""
         ends = self._ends(pair)
-        self._queues.setdefault(ends, deque()).append(hop)
+        queue = self._queues.setdefault(ends, deque())
+        queue.append((hop, count, ready, relayed))
+        if relayed and len(queue) == 1:
+            self._mark(ends, relayed)
         self._to.setdefault(ends[0], set()).add(ends[1])
         self._from.setdefault(ends[1], set()).add(ends[0])
 
-    def take_matching(self, now: int | None = None) -> list[tuple[int, int, int]]:
-        """Match free ends with most left to do, then others, and take a bucket from each pair.
+    def take_matching(self, now: int, end: int) -> list[tuple[Run, int, int]]:
+        """Match free ends with most left to do, then others, and take a run from each pair.
 
         Args:
-            now: The tick at which ends must be free; None where all are.
+            now: The time from which on runs may begin.
+            end: The time before which an end must be free.
+
+        Returns:
+            For each run, when it begins, and when its last bucket does.
         """
         if not self._queues:
             return []
+        busy_in = {port for port, until in self._in_busy.items() if until > (end - 1) * _TICKS}
+        busy_out = {port for port, until in self._out_busy.items() if until > (end - 1) * _TICKS}
         to, back_to = self._to, self._from
-        if now is not None:
-            busy_in = {end for end, until in self._in_busy.items() if until > now}
-            busy_out = {end for end, until in self._out_busy.items() if until > now}
-            if busy_in or busy_out:
-                to = _without(to, busy_out, busy_in)
-                back_to = _without(back_to, busy_in, busy_out)
+        if busy_in or busy_out:
+            to = _without(to, busy_out, busy_in)
+            back_to = _without(back_to, busy_in, busy_out)
+        at = now * _TICKS
         mate: dict[int, int] = {}
         back: dict[int, int] = {}
         most = max(max(self._out.values()), max(self._in.values()))
-        for sender in sorted(to, key=lambda s: (-self._out[s], s)):
+        for sender in sorted(to, key=lambda s: (s not in self._relayed, -self._out[s], s)):
             free = [receiver for receiver in to[sender] if receiver not in back]
             if free:
-                receiver = max(free, key=lambda r: (self._in[r], -r))
+                first = self._relayed.get(sender, ())
+                receiver = max(free, key=lambda r: (r in first, -self._idle(sender, r, at), self._in[r], -r))
                 mate[sender], back[receiver] = receiver, sender
         for sender in sorted(s for s in to if s not in mate and self._out[s] == most):
             place(sender, to, self._in, mate, back, lambda other: self._out[other] < most)
@@ -239,10 +269,18 @@ class _Ready:
             place(receiver, back_to, self._out, back, mate, lambda other: self._in[other] < most)
         return [self._take(ends, now) for ends in sorted(mate.items())]
 
-    def _take(self, ends: Pair, now: int | None) -> tuple[int, int, int]:
+    def _idle(self, sender: int, receiver: int, at: int) -> int:
+        """How long two free ends would have to do nothing, both together, before the next run between them begins."""
+        out, into = max(at, self._out_busy.get(sender, 0)), max(at, self._in_busy.get(receiver, 0))
+        begins = max(out, into, self._queues[sender, receiver][0][2] * _TICKS)
+        return (2 * begins - out - into) // _TICKS
+
+    def _take(self, ends: Pair, now: int) -> tuple[Run, int, int]:
         sender, receiver = ends
         queue = self._queues[ends]
-        hop = queue.popleft()
+        hop, count, ready, relayed = queue.popleft()
+        if relayed != bool(queue and queue[0][3]):
+            self._mark(ends, not relayed)
         if not queue:
             del self._queues[ends]
             self._to[sender].discard(receiver)
@@ -250,14 +288,26 @@ class _Ready:
             for index, end in ((self._to, sender), (self._from, receiver)):
                 if not index[end]:
                     del index[end]
-        out, into = self._cost(ends)
-        if now is not None:
-            # what an end waited less than a round for is made up, so that costs between whole rounds come out right
-            self._out_busy[sender] = max(self._out_busy.get(sender, 0), now - _TICKS + 1) + out
-            self._in_busy[receiver] = max(self._in_busy.get(receiver, 0), now - _TICKS + 1) + into
+        out, into = self._cost(ends, count)
         lower(self._out, sender, out)
         lower(self._in, receiver, into)
-        return hop
+        out_busy, in_busy = self._out_busy.get(sender, 0), self._in_busy.get(receiver, 0)
+        begins = max(now, ready, -(-max(out_busy, in_busy) // _TICKS))
+        # what an end waited less than a round for is made up, so that costs between whole rounds come out right
+        made_up = (begins - 1) * _TICKS + 1
+        self._out_busy[sender] = max(out_busy, made_up) + out
+        self._in_busy[receiver] = max(in_busy, made_up) + into
+        return hop, begins, begins + -(-max(out, into) // _TICKS) - 1
+
+    def _mark(self, ends: Pair, relayed: bool) -> None:
+        """Note whether what an end sends next to another one will be relayed."""
+        sender, receiver = ends
+        if relayed:
+            self._relayed.setdefault(sender, set()).add(receiver)
+        else:
+            self._relayed[sender].discard(receiver)
+            if not self._relayed[sender]:
+                del self._relayed[sender]
 
 
 def _without(index: Mapping[int, set[int]], ends: set[int], others: set[int]) -> dict[int, set[int]]:

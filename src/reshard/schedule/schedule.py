@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -52,10 +51,16 @@ class Schedule:
     hops: tuple[Hop, ...] = ()
     """Rounds of a plan over several domains, hop by hop."""
 
-    @property
+    @cached_property
     def rounds(self) -> int:
         """How many rounds there are."""
-        return sum(block.repeat for block in self.blocks) + (self.hops[-1].round + 1 if self.hops else 0)
+        blocks = sum(block.repeat for block in self.blocks)
+        steps = self._local_steps
+        return blocks + max((hop.when(hop.count - 1, steps)[0] + 1 for hop in self.hops), default=0)
+
+    @cached_property
+    def _local_steps(self) -> int:
+        return 1 if self.plan.topology.is_flat else local_steps(self.plan.topology)
 
     @cached_property
     def pair_buckets(self) -> dict[tuple[int, int], int]:
@@ -67,8 +72,9 @@ class Schedule:
         """What no order can beat: the most buckets that one rank, or one port to the network, sends or receives."""
         if not self.hops:
             return busiest(self.pair_buckets)
-        edges = [self.streams[hop.flow].edges[hop.edge] for hop in self.hops if hop.step == 0]
-        return max(Ports.of(self.plan.topology).least_rounds(Counter(edges)), 1)
+        domain_of = self.plan.topology.domain_of
+        network = {pair: n for pair, n in self.pair_buckets.items() if domain_of(pair[0]) != domain_of(pair[1])}
+        return max(Ports.of(self.plan.topology).least_rounds(network), 1)
 
     @property
     def early_rounds(self) -> int:
@@ -151,11 +157,13 @@ class Schedule:
             sender, receiver = edges[hop.edge]
             if rank not in (sender, receiver):
                 continue
-            bucket = self.buckets(hop.flow)[hop.bucket]
             forwarded = any(to == sender for _, to in edges)
             kind: Literal["send", "recv"] = "recv" if rank == receiver else "send"
             peer = sender if rank == receiver else receiver
-            operations.append(Operation(hop.round, hop.step, kind, peer, bucket, forwarded))
+            buckets = self.buckets(hop.flow)[hop.bucket : hop.bucket + hop.count]
+            for at, bucket in enumerate(buckets):
+                number, step = hop.when(at, self._local_steps)
+                operations.append(Operation(number, step, kind, peer, bucket, forwarded))
         return operations
 
     def to_json(self) -> dict[str, Any]:
@@ -198,16 +206,18 @@ def plan_schedule(
     streams = make_streams(plan, size)
     if plan.topology.is_flat:
         return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
+    run = -(-sum(stream.count(size) * len(stream.edges) for stream in streams) // _MOST_HOPS)
     flows = [_flow(stream, size, plan.topology) for stream in streams]
-    return Schedule(
-        plan, size, streams, (), tuple(flow_rounds(flows, Ports.of(plan.topology), _local_steps(plan.topology)))
-    )
+    hops = flow_rounds(flows, Ports.of(plan.topology), local_steps(plan.topology), max(1, run))
+    return Schedule(plan, size, streams, (), tuple(hops))
 
 
-_MOST_LOCAL_STEPS = 8
+_MOST_HOPS = 250_000
+"""About how many hops are placed one by one, which takes some seconds; of larger plans, runs of buckets are."""
+_MOST_LOCAL_STEPS = 16
 
 
-def _local_steps(topology: Topology) -> int:
+def local_steps(topology: Topology) -> int:
     """How many buckets the fast link moves while the network moves one."""
     fast = min(domain.bytes_per_second for domain in topology.domains)
     slow = max(max(port.out_bytes_per_second, port.in_bytes_per_second) for port in topology.ports)

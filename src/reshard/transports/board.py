@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 _WORD = struct.Struct("<Q")
 """Twice the number of the call, and one more where all is well."""
+_WORDS = 8
+"""Words that are kept, each in its place by the number of its call: who is slow to wake still finds that of its own,
+though others have gone on and one of them has failed in the next call."""
 _PLACE = struct.Struct("<Q16s")
 """Number of the call, and a mark of what the rank says there."""
 _PLACE_NBYTES = 64
@@ -104,7 +107,7 @@ class Board:
 
     def _listen(self, call: int, deadline: Deadline) -> bool:
         while True:
-            word = _WORD.unpack_from(self._memory)[0]
+            word = _WORD.unpack_from(self._memory, call % _WORDS * _WORD.size)[0]
             if word >= 2 * call:
                 return bool(word == 2 * call + 1)
             if deadline.expired or (not self._sleep(deadline) and self._somebody_gave_up(call)):
@@ -112,7 +115,7 @@ class Board:
                 return False
 
     def _give_word(self, call: int, *, well: bool) -> None:
-        _WORD.pack_into(self._memory, 0, 2 * call + well)
+        _WORD.pack_into(self._memory, call % _WORDS * _WORD.size, 2 * call + well)
         for rank in self._bells:
             if rank:
                 self._ring(rank)
