@@ -43,6 +43,9 @@ def test_the_demo_proves_and_times_a_refit(folder):
     assert set(seconds) == {"gather_broadcast", "gather_broadcast_same_transport", "point_to_point", "reshard"}
     assert all(value > 0 for value in seconds.values())
     assert seconds["gather_broadcast"] == min(told["usual_way"]["forms"].values())
+    # the K and V heads that two ranks want cross once, and twice point to point
+    assert told["copies_per_domain"] == {"source": 0.0, "destination": 1.0}
+    assert 1.0 < told["copies_per_domain_point_to_point"]["destination"] < 1.5
     for rank in told["ranks"]:
         if rank["world"] == "destination":  # its buffers hold its pieces and padding, nothing else
             assert 0 < rank["received_nbytes"] <= rank["holds_nbytes"]

@@ -31,6 +31,8 @@ OUTCOME = Outcome(
     ),
     forms=(("all_gather", 2.0), ("gather", 1.5), ("own_shards", 1.0)),
     compile_seconds=0.125,
+    copies_per_domain=(("source", 0.0), ("destination", 1.0)),
+    copies_point_to_point=(("source", 0.0), ("destination", 2.0)),
     ranks=(
         RankFacts("source", 0, 2 * MIB, MIB, 3 * MIB, 0, (("destination 0", "shm: read in place, one copy, since x"),)),
         RankFacts("destination", 0, 2 * MIB, 0, 0, 3 * MIB, (("source 0", "torch_p2p: sent and received"),)),

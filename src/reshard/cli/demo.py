@@ -112,6 +112,7 @@ def show(outcome: Outcome, console: Console) -> None:
     console.print(_answers(outcome))
     console.print(_timings(outcome))
     console.print(_movements(outcome))
+    console.print(_copies(outcome))
     if outcome.verified:
         console.print("[green]Every element equals the source's, after both refits and after every timed run.[/]")
     else:
@@ -180,3 +181,11 @@ def _movements(outcome: Outcome) -> Table:
             f"{rank.world} {rank.rank}", *(format_nbytes(n) if n else "-" for n in sizes), Text("; ".join(ways))
         )
     return table
+
+
+def _copies(outcome: Outcome) -> Text:
+    ours, theirs = dict(outcome.copies_per_domain), dict(outcome.copies_point_to_point)
+    return Text(
+        f"\nWith each world on a host of its own, {ours['destination']:.2f} copies of the model entered the destination's "
+        f"host\n(point to point: {theirs['destination']:.2f}); they were shared out inside it.\n"
+    )

@@ -72,6 +72,10 @@ class Outcome:
     """The same for every form of the usual way."""
     compile_seconds: float
     """Spent once, before the first refit: manifests, plan, connections."""
+    copies_per_domain: tuple[tuple[str, float], ...]
+    """Copies of the model that entered each world with reshard, where each world is a host of its own."""
+    copies_point_to_point: tuple[tuple[str, float], ...]
+    """The same point to point."""
     ranks: tuple[RankFacts, ...]
     plan: str
     notes: tuple[str, ...] = ()
@@ -104,6 +108,8 @@ class Outcome:
             "seconds": dict(self.seconds),
             "usual_way": {"forms": dict(self.forms), "fastest": self.usual_form},
             "compile_seconds": self.compile_seconds,
+            "copies_per_domain": dict(self.copies_per_domain),
+            "copies_per_domain_point_to_point": dict(self.copies_point_to_point),
             "worlds": {"source": self.source, "destination": self.destination},
             "optimizer_step": {"loss": self.step_loss, "changed_elements": self.step_changed},
             "ranks": [

@@ -9,6 +9,7 @@
     refit 1 ----------------------------------> answers, from those very buffers
                       every element compared
                       all strategies and the usual way in turn, poisoned before, checked after
+                      the same as if each world were on a host of its own, with copies counted
     optimizer step, answers
     refit 2 ----------------------------------> answers again
                       every element compared
@@ -41,6 +42,7 @@ from reshard.demo.worlds import DestinationWorld, SourceWorld, check_ranks
 from reshard.errors import EnvironmentNotSupported
 from reshard.layouts.manifest import Manifest
 from reshard.refit.compiled import CompiledRefit, RunReport, compile_refit
+from reshard.topology import presets
 from reshard.transports.shm import share_memory_
 from reshard.units import format_seconds
 
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from reshard.demo.checkpoint import Checkpoint
     from reshard.demo.engine import WantedView
     from reshard.demo.trainer import Held, Trainer
+    from reshard.topology.topology import Topology
 
 STRATEGIES = {
     "reshard": "reshard",
@@ -59,6 +62,9 @@ STRATEGIES = {
 """By the name in the outcome: the strategies of the library."""
 
 GARBAGE_TOKENS = 8
+
+_ANY_RATE = 10**9
+"""Bytes a second of a port: with equal ports it changes no route."""
 
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -266,9 +272,12 @@ class _Together:
         self._reshard = self._compile("reshard")
         self._compile_seconds = self._slowest(time.perf_counter() - begun)
         self._seconds: dict[str, list[float]] = {}
+        self._entered: dict[str, int] = {}
+        """By strategy: the bytes that this rank took from the other world where each world is a host of its own."""
 
-    def _compile(self, strategy: str) -> CompiledRefit:
-        return compile_refit(self._group, src=self._src, dst=self._dst, strategy=strategy, timeout=self._us.timeout)
+    def _compile(self, strategy: str, topology: Topology | None = None) -> CompiledRefit:
+        sides = {"src": self._src, "dst": self._dst}
+        return compile_refit(self._group, **sides, strategy=strategy, topology=topology, timeout=self._us.timeout)
 
     # -- the refits ------------------------------------------------------------------------------------------------
 
@@ -288,8 +297,30 @@ class _Together:
                 if self._engine is not None:
                     self._engine.poison()
                 self._seconds.setdefault(name, []).append(self._timed(way)[0])
-                if self._content() != self._expected:
-                    self._mismatches.append(f"{self._me}: other bytes than refit 1 left, after {name}")
+                self._compare_with_refit_1(name)
+        self._count_copies()
+
+    def _compare_with_refit_1(self, name: str) -> None:
+        if self._content() != self._expected:
+            self._mismatches.append(f"{self._me}: other bytes than refit 1 left, after {name}")
+
+    def _count_copies(self) -> None:
+        """Refit as if each world were on a host of its own, and count what comes from the other one."""
+        story = self._us.story
+        ranks = [range(story.source.size), range(story.source.size, story.size)]
+        topology = presets.hosts(ranks, port_bytes_per_second=_ANY_RATE, names=("source", "destination"))
+        self._us.say("refitting as if each world were on a host of its own", together=True)
+        for name, strategy in STRATEGIES.items():
+            if strategy == "gather-broadcast":
+                continue
+            refit = self._compile(strategy, topology)
+            if self._engine is not None:
+                self._engine.poison()
+            refit.run(self._us.timeout)
+            self._compare_with_refit_1(f"{name} between two hosts")
+            theirs = ranks[self._us.is_source]
+            taken = refit.schedule.for_rank(self._us.all_rank)
+            self._entered[name] = sum(op.bucket.nbytes for op in taken if op.kind == "recv" and op.peer in theirs)
 
     def _ways(self) -> dict[str, Callable[[], object]]:
         """What is timed, by its name in the outcome: the library's strategies and the usual way by hand."""
@@ -394,6 +425,8 @@ class _Together:
             "landed": [report.wire_nbytes for _, report in self._refits],
             "seconds": {name: statistics.median(times) for name, times in self._seconds.items()},
             "compile_seconds": self._compile_seconds,
+            "entered": self._entered,
+            "distinct_nbytes": sum(spec.nbytes for spec in plan.specs),
             "mismatches": self._mismatches,
             "plan": plan.summary(),
         }
@@ -452,6 +485,13 @@ def _outcome_of(story: Story, sources: Sequence[dict[str, Any]], destinations: S
     seconds = dict(first["seconds"])
     forms = {form: seconds.pop(form) for form in FORMS}
     seconds["gather_broadcast"] = min(forms.values())
+    copies = {
+        name: {
+            world: sum(facts["entered"][name] for facts in ranks) / first["distinct_nbytes"]
+            for world, ranks in (("source", sources), ("destination", destinations))
+        }
+        for name in first["entered"]
+    }
     versions = first["texts"]["versions"]
     return Outcome(
         model=story.checkpoint.name,
@@ -473,6 +513,8 @@ def _outcome_of(story: Story, sources: Sequence[dict[str, Any]], destinations: S
         seconds=tuple(sorted(seconds.items())),
         forms=tuple(forms.items()),
         compile_seconds=first["compile_seconds"],
+        copies_per_domain=tuple(copies["reshard"].items()),
+        copies_point_to_point=tuple(copies["point_to_point"].items()),
         ranks=tuple(facts["facts"] for facts in every),
         plan=first["plan"],
         notes=tuple(first["notes"]),
