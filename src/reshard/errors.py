@@ -77,5 +77,13 @@ class VerifyError(ReshardError):
     """Bytes that landed are not the bytes that were sent."""
 
 
+class MembershipError(ReshardError):
+    """The members that came are not those that were expected: some are missing, there twice, or not expected."""
+
+
+class VersionError(ReshardError):
+    """The version asked for may not follow the one that is served; nothing was sent."""
+
+
 class EnvironmentNotSupported(ReshardError):
     """This machine or installation lacks something that the request needs."""

@@ -103,6 +103,8 @@ def test_every_strategy_brings_every_element_and_is_told_beside_bound_and_socket
         assert figures["of_raw_socket"] == pytest.approx(figures["seconds"] / one_host["raw_socket_seconds"])
         assert figures["busiest_link"] == "A out"
         assert figures["busiest_link_nbytes"] == figures["source_host_out_nbytes"]
+    assert one_host["strategies"]["gather_broadcast"]["part_after_network"] is None  # it has no schedule of ours
+    assert 0 < one_host["strategies"]["reshard"]["part_after_network"] < 0.5
     least = (nbytes - (1 << 20)) / 250e6  # what an idle link lets pass at once is far below a MiB
     assert one_host["raw_socket_seconds"] >= least
     assert all(figures["seconds"] >= least for figures in one_host["strategies"].values())

@@ -3,6 +3,7 @@
 All ranks are threads of one process; the topology says which of them count as hosts.
 """
 
+import threading
 from datetime import timedelta
 
 import pytest
@@ -78,3 +79,19 @@ def test_every_element_lands_where_a_dense_copy_would_put_it(seed, transport):
     size = max(rank for domain in topology.domains for rank in domain.ranks) + 1
     rules = threads(size, lambda context: move(context, seed, transport), timeout=90)
     assert len({frozenset(rule) for rule in rules}) == 1
+
+
+def test_gpus_that_share_a_fabric_are_a_domain_and_each_has_a_port(monkeypatch):
+    here = threading.local()
+    monkeypatch.setattr("reshard.refit.compiled.fabric_of", lambda _: here.label)
+
+    def scenario(ctx):
+        here.label = "fabric a" if ctx.rank in (0, 2) else "fabric b"
+        side = Manifest.from_torch({"w": torch.arange(64) if ctx.rank == 0 else torch.zeros(64, dtype=torch.int64)})
+        sides = {"src": side} if ctx.rank == 0 else {"dst": side}
+        refit = compile_refit(ctx.process_group("all"), **sides, transport="torch_p2p")
+        refit.run()
+        topology = refit.plan.topology
+        return [list(domain.ranks) for domain in topology.domains], len(topology.ports), refit.plan.crossings
+
+    assert threads(4, scenario) == [([[0, 2], [1, 3]], 4, 1)] * 4  # one copy crosses, though three ranks want it

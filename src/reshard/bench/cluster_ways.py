@@ -363,6 +363,7 @@ class Refit(Operation):
         if self.takes_part:
             report = self._refit.run(self._timeout)
             self.wire_nbytes, self.buffer_nbytes = report.wire_nbytes, report.staging_nbytes
+            self.after_network_seconds = report.after_network_seconds if report.received_nbytes else None
 
 
 def raw_socket_ends(scenario: Scenario, bound: Bound) -> tuple[int, int]:

@@ -27,6 +27,8 @@ class Operation(ABC):
     """Payload that comes to this rank from others in one run, over whatever link."""
     buffer_nbytes: int = 0
     """Memory that this rank keeps for it beside source and destination."""
+    after_network_seconds: float | None = None
+    """From the last bucket that this rank took over the network to the end of its last run, where it can tell."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -184,8 +184,8 @@ def _movements(outcome: Outcome) -> Table:
 
 
 def _copies(outcome: Outcome) -> Text:
-    ours, theirs = dict(outcome.copies_per_domain), dict(outcome.copies_point_to_point)
+    ours, theirs = dict(outcome.copies_per_domain)["destination"], dict(outcome.copies_point_to_point)["destination"]
     return Text(
-        f"\nWith each world on a host of its own, {ours['destination']:.2f} copies of the model entered the destination's "
-        f"host\n(point to point: {theirs['destination']:.2f}); they were shared out inside it.\n"
+        f"\nWith each world on a host of its own, {ours:.2f} copies of the model entered the destination's host\n"
+        f"(point to point: {theirs:.2f}); they were shared out inside it.\n"
     )

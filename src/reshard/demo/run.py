@@ -276,8 +276,14 @@ class _Together:
         """By strategy: the bytes that this rank took from the other world where each world is a host of its own."""
 
     def _compile(self, strategy: str, topology: Topology | None = None) -> CompiledRefit:
-        sides = {"src": self._src, "dst": self._dst}
-        return compile_refit(self._group, **sides, strategy=strategy, topology=topology, timeout=self._us.timeout)
+        return compile_refit(
+            self._group,
+            src=self._src,
+            dst=self._dst,
+            strategy=strategy,
+            topology=topology,
+            timeout=self._us.timeout,
+        )
 
     # -- the refits ------------------------------------------------------------------------------------------------
 

@@ -313,6 +313,7 @@ class Manifest:
             entries=tuple(e for e in self.entries if e.spec.name in wanted),
             aliases=tuple(pair for pair in self.aliases if pair[0] in wanted and pair[1] in wanted),
             local=tuple(b for b in self.local if b.piece.name in wanted),
+            unread=tuple(row for row in self.unread if row[0] in wanted),
         )
 
     def renumber(self, to: Mapping[int, int], *, world: str | None = None, size: int = 0) -> Manifest:

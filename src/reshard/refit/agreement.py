@@ -15,15 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import BindingError, DigestError, LayoutError, ManifestError, PeerError, ReshardError
-from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces, merge
+from reshard.layouts.manifest import BoundPiece, Manifest, Pieces, Rule, bind_shards, bound_pieces
 from reshard.layouts.piece import Piece
 from reshard.plan.plan import check_match
+from reshard.refit.casts import Cast, Settled, Wire, settle_dtypes
+from reshard.refit.sides import Side, merge_side, unite, without_aliases
 from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.layouts.box import Box
     from reshard.layouts.layout import Layout
@@ -43,6 +45,11 @@ class Options:
 
     bucket_nbytes: int | None = None
     depth: int | None = None
+    casts: bool = False
+    """Whether floating-point tensors that the two sides declare in different dtypes are cast, or refused."""
+
+    commit: str = "in-place"
+    """``"in-place"``, or ``"staged"``: bytes land beside the live weights until ``CompiledRefit.commit``."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +59,11 @@ class Declared:
     src: Manifest | None
     dst: Manifest | None
     options: Options
+    world: str = ""
+    """The world that this rank belongs to, where the group joins several, each with numbers of its own."""
+
+    number: int | None = None
+    """This rank's number in its world where no DTensor tells; the group's if not given."""
 
 
 @dataclass(frozen=True)
@@ -69,16 +81,48 @@ class Agreed:
     device: torch.device
     """Where this rank's weights lie; on a rank without any, the kind of device of the others."""
 
-    merged: tuple[Manifest, Manifest]
-    """Source and destination in the numbers of their own meshes."""
+    local: Local
+    """How this rank's memory is found from what it declares."""
+
+    casts: tuple[Cast, ...] = ()
+    """Every tensor whose two sides declare different dtypes."""
+
+    def bind(self, declared: Declared) -> tuple[tuple[BoundPiece, ...], tuple[BoundPiece, ...]]:
+        """This rank's source and destination pieces in the memory that ``declared`` names."""
+        return self.local.bind(declared)
+
+
+@dataclass(frozen=True)
+class Local:
+    """What turns a rank's declaration into its pieces, under the names that the plan uses."""
+
+    src: Manifest
+    """The source in the numbers of its own meshes."""
+
+    dst: Manifest
+    """This rank's destination world in the numbers of its own meshes."""
 
     skipped: frozenset[str]
     """Names that this rank does not write: second names of memory that it writes under the first."""
 
+    forms: Mapping[str, tuple[Wire, ...]]
+    wanted: Mapping[str, Wire]
+
     def bind(self, declared: Declared) -> tuple[tuple[BoundPiece, ...], tuple[BoundPiece, ...]]:
-        """This rank's source and destination pieces in the memory that ``declared`` names."""
-        dst = tuple(b for b in _pieces_of(declared.dst, self.merged[1]) if b.piece.name not in self.skipped)
-        return _pieces_of(declared.src, self.merged[0]), dst
+        """Source and destination pieces; their views are the live memory, in whatever dtype that is."""
+        src = [
+            replace(b, piece=replace(b.piece, name=form.name)) if form else b
+            for b in _pieces_of(declared.src, self.src)
+            for form in self.forms.get(b.piece.name, (None,))
+        ]
+        dst = [
+            replace(b, piece=replace(b.piece, name=self.wanted[b.piece.name].name))
+            if b.piece.name in self.wanted
+            else b
+            for b in _pieces_of(declared.dst, self.dst)
+            if b.piece.name not in self.skipped
+        ]
+        return tuple(src), tuple(dst)
 
 
 @contextmanager
@@ -113,30 +157,39 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     told = [read[value] for value in payloads]
     options = _same_options([row["options"] for row in told])
     kind = _same_kind_of_device([row["device"] for row in told])
-    src, src_merged = _merge_side(told, "src", group.size)
-    dst, dst_merged = _merge_side(told, "dst", group.size)
-    if not src.entries:
+    sources, destinations = merge_side(told, "src", group.size), merge_side(told, "dst", group.size)
+    if not any(side.group.entries for side in sources):
         raise ManifestError(
             "No rank of the group holds a source tensor. Ranks of the source mesh pass src, ranks of the destination "
             "mesh pass dst, and at least one rank must be in the source mesh."
         )
-    if not dst.entries:
+    if not any(side.group.entries for side in destinations):
         raise ManifestError("No rank of the group wants a tensor. Ranks of the destination mesh must pass dst.")
-    wanted_names = set(dst.names)
-    said = {rank: row["dst"]["manifest"]["aliases"] for rank, row in enumerate(told) if row["dst"]}
-    dst, dropped = _drop_aliases(src, dst, said)
-    wanted = set(dst.names)
-    skipped = frozenset(name for name in wanted_names if group.rank in dropped.get(name, ()))
+    if len(sources) > 1:
+        raise ManifestError(
+            f"Worlds {sources[0].world!r} and {sources[1].world!r} both offer tensors; a refit has one source world."
+        )
+    source = sources[0]
+    wanted_names = {name for side in destinations for name in side.own.names}
+    not_covered = tuple(name for name in source.group.names if name not in wanted_names)
+    settled, dropped = _settle(told, source, destinations, options)
+    src, dst = settled.src, unite(settled.dst, group.size)
+    at = next((i for i, side in enumerate(destinations) if group.rank in side.numbers), None)
+    own, forms = (destinations[0].own, {}) if at is None else (destinations[at].own, settled.wanted[at])
+    skipped = frozenset(name for name, ranks in dropped.items() if group.rank in ranks)
+    local = Local(source.own, own, skipped, settled.forms, forms)
     with or_tell_peers(group, "contents"):
-        src_pieces = _pieces_of(declared.src, src_merged)
-        dst_pieces = tuple(b for b in _pieces_of(declared.dst, dst_merged) if b.piece.name not in skipped)
+        src_pieces, dst_pieces = local.bind(declared)
         kept = _nbytes_to_keep(src_pieces, dst_pieces, options.staging_nbytes // 2, group.rank)
         _check_memory("source", src, src_pieces, group.rank)
         _check_memory("destination", dst, dst_pieces, group.rank)
         _check_no_overlap(dst_pieces)
-    kept = _check_replicas(group, src, dst, src_pieces, kept, deadline)
+        uncast = _pieces_of(declared.src, source.own)
+    kept = _check_replicas(
+        group, source.group, lambda: _check_match(settled, source, destinations), uncast, kept, deadline
+    )
+    _check_match(settled, source, destinations)
     options = replace(options, staging_nbytes=options.staging_nbytes - kept)
-    not_covered = tuple(name for name in src.names if name not in wanted)
     return Agreed(
         src,
         dst,
@@ -145,9 +198,52 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         dst_pieces,
         not_covered,
         device or torch.device(kind),
-        (src_merged, dst_merged),
-        skipped,
+        local,
+        settled.casts,
     )
+
+
+def _settle(
+    told: Sequence[Mapping[str, Any]], source: Side, destinations: Sequence[Side], options: Options
+) -> tuple[Settled, dict[str, set[int]]]:
+    """Both sides as they travel: second names of one memory dropped, dtypes those of the wire."""
+    dropped: dict[str, set[int]] = {}
+    written = []
+    for side in destinations:
+        said = {rank: told[rank]["dst"]["manifest"]["aliases"] for rank in side.numbers}
+        manifest, gone = without_aliases(source.group, side.group, said)
+        written.append(manifest)
+        for name, ranks in gone.items():
+            dropped.setdefault(name, set()).update(ranks)
+    if not options.casts:
+        return Settled(source.group, tuple(written), (), {}, tuple({} for _ in written)), dropped
+    return settle_dtypes(source.group, written, [side.world for side in destinations]), dropped
+
+
+def _check_match(settled: Settled, source: Side, destinations: Sequence[Side]) -> None:
+    """Check names, shapes and dtypes; one error lists all that does not fit, on either side.
+
+    Raises:
+        ManifestError: As ``check_match``, with what the source holds and nobody wants.
+    """
+    named = [
+        manifest.renumber(side.numbers, world=side.world) if side.world else manifest
+        for manifest, side in zip(settled.dst, destinations, strict=True)
+    ]
+    try:
+        check_match(settled.src, named)
+    except ManifestError as error:
+        wanted = [name for manifest in settled.dst for name in manifest.names]
+        spare = [name for name in source.own.names if name not in set(wanted)]
+        missing = [name for name in getattr(error, "missing", ()) if name in set(wanted)]
+        if not spare or not missing:
+            raise
+        shown = ", ".join(map(repr, spare[:20])) + (f" and {len(spare) - 20} more" if len(spare) > 20 else "")
+        raise ManifestError(
+            f"{error.message}\nThe source holds {len(spare)} that nobody wants: {shown}. If these are the same tensors "
+            f"under other names, give a session's offer or accept the rule in rename=.",
+            **{**error.facts, "not_wanted": tuple(spare)},
+        ) from None
 
 
 def _device_of(declared: Declared) -> torch.device | None:
@@ -185,9 +281,15 @@ def _same_kind_of_device(kinds: Sequence[str | None]) -> str:
 
 def _to_wire(declared: Declared, device: torch.device | None) -> dict[str, Any]:
     def side(manifest: Manifest | None) -> dict[str, Any] | None:
-        return None if manifest is None else {"manifest": manifest.to_json(), "number": manifest.here}
+        if manifest is None:
+            return None
+        return {
+            "manifest": manifest.to_json(),
+            "number": declared.number if manifest.here is None else manifest.here,
+        }
 
     return {
+        "world": declared.world,
         "src": side(declared.src),
         "dst": side(declared.dst),
         "options": asdict(declared.options),
@@ -211,95 +313,8 @@ def _same_options(rows: Sequence[dict[str, Any]]) -> Options:
     return Options(**{**rows[0], "staging_nbytes": staging})
 
 
-def _merge_side(told: Sequence[Mapping[str, Any]], side: str, size: int) -> tuple[Manifest, Manifest]:
-    """The merged manifest of one side, in the group's ranks and in the numbers that its ranks' meshes use."""
-    parts: dict[int, Manifest] = {}
-    manifests: dict[int, Manifest] = {}
-    group_rank: dict[int, int] = {}
-    for rank, row in enumerate(told):
-        if row[side] is None:
-            continue
-        number = rank if row[side]["number"] is None else row[side]["number"]
-        if number in group_rank:
-            raise ManifestError(
-                f"Ranks {group_rank[number]} and {rank} of the group both say that they are rank {number} of the "
-                f"{_SIDES[side]} mesh. Each rank has its own number in the mesh.",
-                ranks=(group_rank[number], rank),
-            )
-        group_rank[number] = rank
-        if id(row) not in manifests:
-            manifests[id(row)] = Manifest.from_json(row[side]["manifest"])
-        parts[number] = manifests[id(row)]
-    merged = merge(parts, world=side)
-    for entry in merged.entries:
-        for holding in entry.holdings:
-            absent = [number for number in holding.ranks if number not in group_rank]
-            if absent:
-                raise ManifestError(
-                    f"{entry.spec.name!r}: rank {absent[0]} is in the {_SIDES[side]} mesh but passed no tensor for it. "
-                    f"Every rank of the mesh takes part (those that did: {sorted(group_rank)}).",
-                    tensor=entry.spec.name,
-                    rank=absent[0],
-                )
-    return merged.renumber(group_rank, world="group", size=size), merged
-
-
-_SIDES = {"src": "source", "dst": "destination"}
-
-
 def _pieces_of(part: Manifest | None, merged: Manifest) -> tuple[BoundPiece, ...]:
     return () if part is None else bound_pieces(part, merged)
-
-
-def _drop_aliases(
-    src: Manifest, dst: Manifest, said: Mapping[int, Sequence[Sequence[str]]]
-) -> tuple[Manifest, dict[str, set[int]]]:
-    """Let every rank write memory that has two names once, and refuse it where the source holds two tensors.
-
-    Args:
-        src: The source.
-        dst: The destination, in the group's ranks.
-        said: By rank of the group: (name, first name) of names that are one memory there.
-
-    Returns:
-        The destination without what is not written, and by name the ranks that do not write it.
-
-    Raises:
-        ManifestError: Two names are one buffer on the destination, and the source keeps a buffer for each.
-    """
-    tied, names = dict(src.aliases), set(src.names)
-    dropped: dict[str, set[int]] = {}
-    for rank, pairs in sorted(said.items()):
-        for name, first in pairs:
-            if name not in names:
-                dropped.setdefault(name, set()).add(rank)
-            elif first not in names:
-                dropped.setdefault(first, set()).add(rank)
-            elif tied.get(name, name) == tied.get(first, first):
-                dropped.setdefault(name, set()).add(rank)
-            else:
-                raise ManifestError(
-                    f"{first!r} and {name!r} are one buffer on destination rank {rank}, but two on the source, whose "
-                    f"values may differ: one would overwrite the other. Tie them on the source, or give the "
-                    f"destination two buffers, or leave one name out of the destination.",
-                    tensors=(first, name),
-                    rank=rank,
-                )
-    entries = []
-    for entry in dst.entries:
-        gone = dropped.get(entry.spec.name, set())
-        holdings = tuple(h for h in (_without(h, gone) for h in entry.holdings) if h is not None)
-        if holdings or not gone:
-            entries.append(replace(entry, holdings=holdings))
-    return replace(dst, entries=tuple(entries), aliases=()), dropped
-
-
-def _without(holding: Rule | Pieces, ranks: set[int]) -> Rule | Pieces | None:
-    """The holding without some ranks. A rule names all its ranks: it goes as a whole, or stays."""
-    if isinstance(holding, Rule):
-        return None if set(holding.ranks) <= ranks else holding
-    held = tuple(row for row in holding.held if row[0] not in ranks)
-    return Pieces(held) if held else None
 
 
 def clashing(src: Sequence[BoundPiece], dst: Sequence[BoundPiece]) -> list[int]:
@@ -378,7 +393,12 @@ def _check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
 
 
 def _check_replicas(
-    group: Group, src: Manifest, dst: Manifest, pieces: Sequence[BoundPiece], kept: int, deadline: Deadline
+    group: Group,
+    src: Manifest,
+    check_rest: Callable[[], None],
+    pieces: Sequence[BoundPiece],
+    kept: int,
+    deadline: Deadline,
 ) -> int:
     """Check that ranks which publish the same box by hand hold the same bytes; the most that any rank keeps aside.
 
@@ -410,7 +430,7 @@ def _check_replicas(
         for name, (a, b, box) in differing.items()
     ]
     try:
-        check_match(src, [dst])
+        check_rest()
     except ManifestError as error:
         faults.append(error.message)
     name, (a, b, _) = next(iter(differing.items()))

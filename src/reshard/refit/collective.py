@@ -8,7 +8,7 @@ import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
@@ -34,17 +34,20 @@ NAME = "tensor"
 _KEPT_CALLS = 64
 
 
-class Work:
-    """A reshard that runs in the background; ``wait`` gives its report or raises its error."""
+Report = TypeVar("Report")
 
-    def __init__(self, future: Future[RunReport]) -> None:
+
+class Work(Generic[Report]):
+    """What runs in the background; ``wait`` gives its report or raises its error."""
+
+    def __init__(self, future: Future[Report]) -> None:
         self._future = future
 
     def is_completed(self) -> bool:
         """Whether it has ended, well or not."""
         return self._future.done()
 
-    def wait(self, timeout: timedelta | None = None) -> RunReport:
+    def wait(self, timeout: timedelta | None = None) -> Report:
         """Block until it has ended; the collective's own deadline bounds this too.
 
         Raises:
@@ -53,7 +56,7 @@ class Work:
         try:
             return self._future.result(None if timeout is None else timeout.total_seconds())
         except TimeoutError:
-            raise RefitTimeout(f"The reshard has not ended within {timeout}; it goes on in the background.") from None
+            raise RefitTimeout(f"The call has not ended within {timeout}; it goes on in the background.") from None
 
 
 class _Caller:
@@ -72,7 +75,7 @@ class _Caller:
             group.caller = cls(group)
         return group.caller
 
-    def submit(self, call: Callable[[], RunReport]) -> Work:
+    def submit(self, call: Callable[[], RunReport]) -> Work[RunReport]:
         """Run the call in the background, after those before it."""
         self._last = self._thread.submit(self._guarded, call)
         return Work(self._last)
@@ -102,7 +105,7 @@ def reshard(
     verify: str = "none",
     staging_nbytes: int | str = DEFAULT_STAGING_NBYTES,
     timeout: timedelta = DEFAULT_TIMEOUT,
-) -> RunReport | Work:
+) -> RunReport | Work[RunReport]:
     """Bring one tensor from the layout that the sources hold to the layout that the destinations want.
 
     A collective: every rank of the group calls it. Roles follow from what a rank passes: a source passes ``src``, a
@@ -200,7 +203,7 @@ def xferdtensor(
     _start(state, _on_stream(call, stream), async_op=False)
 
 
-def _start(state: Group, call: Callable[[], RunReport], async_op: bool) -> RunReport | Work:
+def _start(state: Group, call: Callable[[], RunReport], async_op: bool) -> RunReport | Work[RunReport]:
     caller = _Caller.of(state)
     return caller.submit(call) if async_op else caller.run(call)
 

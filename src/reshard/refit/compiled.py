@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -24,12 +24,14 @@ from reshard.layouts.box import Box
 from reshard.layouts.manifest import BoundPiece, binding_of, find_rebound
 from reshard.layouts.piece import Piece
 from reshard.plan.plan import STRATEGIES, plan_refit
-from reshard.refit.agreement import Agreed, Declared, Options, agree, clashing, or_tell_peers
+from reshard.refit.agreement import Agreed, Declared, Options, agree, or_tell_peers
 from reshard.refit.group import CHOICES, Group
+from reshard.refit.landing import Copies
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES, Schedule, plan_schedule
 from reshard.topology import presets
 from reshard.topology.topology import ONE_HOST
 from reshard.transports.base import Deadline, Loan
+from reshard.transports.fabric import fabric_of, share_a_fabric
 from reshard.transports.program import Link, Program, staging_need
 from reshard.transports.verify import VERIFY
 from reshard.transports.views import BoundMemory
@@ -63,6 +65,9 @@ class RunReport:
 
     local_nbytes: int
     staging_nbytes: int
+    after_network_seconds: float = 0.0
+    """From the last bucket that came over the network, where there are several domains, to this rank's last byte."""
+
     links: Mapping[int, str] = field(default_factory=dict)
     """By peer: the transport, how many copies the bytes take, and why."""
 
@@ -94,16 +99,19 @@ class CompiledRefit:
         self.schedule = schedule
         self.not_covered = agreed.not_covered
         self._options = agreed.options
-        self._snapshots: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.casts = agreed.casts
+        self._copies = Copies(agreed.options.commit == "staged")
         self._agreed = agreed
         self._src_pieces = agreed.src_pieces
         self._dst_pieces = agreed.dst_pieces
         self._bound_to = tuple(bound.binding for bound in (*agreed.src_pieces, *agreed.dst_pieces))
         with or_tell_peers(group, "memory"):
-            self._sources = self._snapshot(agreed)
             self._device = agreed.device
             self._p2p = group.p2p(self._device, deadline)
             self._links = links
+            shared = any(link.transport.lends for link in links.values())
+            self._sources = self._copies.of_sources(agreed, shared=shared)
+            self._targets = self._copies.of_targets(agreed)
             offer = self._offer()
         told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
         self._check_digests(told)
@@ -114,16 +122,6 @@ class CompiledRefit:
         group.meeting.exchange("ready", b"", deadline)
 
     # -- memory ----------------------------------------------------------------------------------------------------
-
-    def _snapshot(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
-        """Source pieces as they will be read: copies where this rank's own destination would overwrite them."""
-        pieces = list(agreed.src_pieces)
-        for at in clashing(agreed.src_pieces, agreed.dst_pieces):
-            source = pieces[at]
-            copy = torch.empty(source.view.shape, dtype=source.view.dtype, device=source.view.device)
-            self._snapshots.append((copy, source.view))
-            pieces[at] = BoundPiece(source.piece, binding_of(copy), copy)
-        return tuple(pieces)
 
     def _offer(self) -> dict[str, Any]:
         """What this rank tells the others: its digest, whom it reaches in shared memory, and what it lends."""
@@ -138,7 +136,7 @@ class CompiledRefit:
             return None, "it has no source tensor"
         if self.plan.strategy == "gather-broadcast":
             return None, "whole tensors are landed first and cut afterwards"
-        if self._snapshots:
+        if self._copies.clashing:
             return None, "its source and destination share memory"
         private = next((b for b in self._sources if not b.view.is_shared()), None)
         if private is not None:
@@ -244,7 +242,7 @@ class CompiledRefit:
             self.schedule,
             group.rank,
             BoundMemory(self._sources),
-            BoundMemory(self._dst_pieces),
+            BoundMemory(self._targets),
             self._links,
             borrowed=borrowed,
             lent_to=lent_to,
@@ -265,15 +263,15 @@ class CompiledRefit:
         if key == self._bound_to:
             return
         if any(a.binding != b.binding for a, b in zip(src, self._src_pieces, strict=True)) and (
-            self._lent_to or self._snapshots
+            self._lent_to or self._copies.nbytes
         ):
             raise BindingError(
                 f"Rank {self.group.rank}: the source memory that other ranks read in place has moved since the refit "
                 f"was compiled. Compile it again.",
                 rank=self.group.rank,
             )
-        if not self._snapshots:
-            self._sources = src
+        if not self._copies.nbytes:
+            self._sources, self._targets = src, dst
         self._src_pieces, self._dst_pieces, self._bound_to = src, dst, key
         self._program = self._compile()
 
@@ -315,8 +313,9 @@ class CompiledRefit:
         started = time.perf_counter()
         with or_tell_peers(self.group, "run"):
             self._check_still_bound()
+            self._copies.take()  # before anybody can know that all are here, and read them in place
         self.group.meeting.agree("run", bytes.fromhex(self.schedule.digest), deadline)
-        return self.move(deadline, started)
+        return self.move(deadline, started, taken=True)
 
     def _check_still_bound(self) -> None:
         for manifest in self._manifests:
@@ -330,14 +329,20 @@ class CompiledRefit:
                     rank=self.group.rank,
                 )
 
-    def move(self, deadline: Deadline, started: float) -> RunReport:
-        """Move the bytes once all ranks are known to be here."""
+    def move(self, deadline: Deadline, started: float, *, taken: bool = False) -> RunReport:
+        """Move the bytes once all ranks are known to be here.
+
+        Args:
+            deadline: For all of it.
+            started: When the call began.
+            taken: Whether ``take`` was called for it, before the ranks met. Copies that others read in place need that.
+        """
         if self._generation != self.group.generation:
             self._program = self._compile()
         agreed = time.perf_counter()
         try:
-            for copy, source in self._snapshots:
-                copy.copy_(source)
+            if not taken:
+                self._copies.take()
             self._program.run(deadline)
         except TransportError as error:
             self.group.abort(error.message)
@@ -348,6 +353,8 @@ class CompiledRefit:
             raise
         if self._options.verify != "none":
             self.group.meeting.exchange("verified", b"", deadline)
+        if self._options.commit == "in-place":
+            self.commit()
         ended = time.perf_counter()
         program = self._program
         return RunReport(
@@ -357,9 +364,56 @@ class CompiledRefit:
             program.received_nbytes,
             program.pulled_nbytes,
             program.local_nbytes,
-            self.group.staging_nbytes + sum(copy.nbytes for copy, _ in self._snapshots),
+            self.group.staging_nbytes + self._copies.nbytes,
+            ended - program.network_done,
             self.links,
         )
+
+    def commit(self) -> None:
+        """Bring what has landed beside the live weights into them; part of ``move`` unless the commit is staged."""
+        self._copies.put()
+
+    @property
+    def sources(self) -> tuple[BoundPiece, ...]:
+        """This rank's source pieces as others read them: casts and copies, as of the last ``take``."""
+        return self._sources
+
+    @property
+    def live(self) -> tuple[BoundPiece, ...]:
+        """This rank's destination pieces where they are used, under the names that it declared."""
+        declared = {wire.name: name for name, wire in self._agreed.local.wanted.items()}
+        return tuple(
+            replace(b, piece=replace(b.piece, name=declared.get(b.piece.name, b.piece.name))) for b in self._dst_pieces
+        )
+
+    @cached_property
+    def link_nbytes(self) -> dict[str, int]:
+        """Bytes that this rank sends or receives in one run, by kind of link."""
+        total: dict[str, int] = {}
+        for (sender, receiver), nbytes in self.plan.pair_nbytes().items():
+            if self.group.rank in (sender, receiver):
+                kind = self._links[receiver if sender == self.group.rank else sender].transport.name
+                total[kind] = total.get(kind, 0) + nbytes
+        return total
+
+    @cached_property
+    def paths(self) -> dict[str, str]:
+        """By tensor: the rules of the routes that its bytes take."""
+        rules: dict[int, set[str]] = {}
+        for route in self.plan.routes:
+            for pattern, _ in self.plan.classes[route.route_class].parts:
+                for tensor in self.plan.patterns[pattern].tensors:
+                    rules.setdefault(tensor, set()).add(route.rule)
+        return {self.plan.specs[at].name: ", ".join(sorted(found)) for at, found in sorted(rules.items())}
+
+    def take(self) -> None:
+        """Bring the casts and copies of this rank's source up to date."""
+        self._copies.take()
+
+    @property
+    def copies_nbytes(self) -> int:
+        """Memory of casts, copies, and landing room, that this refit keeps besides its staging."""
+        return self._copies.nbytes
 
 
 TORN = (
@@ -381,6 +435,8 @@ def make_options(
     staging_nbytes: int | str,
     bucket_nbytes: int | str | None = None,
     depth: int | None = None,
+    casts: bool = False,
+    commit: str = "in-place",
 ) -> Options:
     """Check the options of a refit.
 
@@ -395,7 +451,7 @@ def make_options(
         if value not in known:
             raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
     bucket = None if bucket_nbytes is None else parse_nbytes(bucket_nbytes)
-    return Options(strategy, transport, verify, parse_nbytes(staging_nbytes), bucket, depth)
+    return Options(strategy, transport, verify, parse_nbytes(staging_nbytes), bucket, depth, casts, commit)
 
 
 def compile_refit(
@@ -456,7 +512,8 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     with or_tell_peers(group, "links"):
         links = group.links(options.transport, agreed.device, deadline)
     looked = options.transport != "torch_p2p" and agreed.device.type == "cpu"
-    joined = _agree_on_topology(group, links if looked else {}, topology, deadline)
+    fabric = fabric_of(agreed.device)
+    joined = _agree_on_topology(group, links if looked else {}, fabric, topology, deadline)
     plan = plan_refit(agreed.src, agreed.dst, joined, strategy=options.strategy)
     if plan.needed_nbytes == 0 and any(spec.nbytes for spec in plan.specs):
         spec = next(spec for spec in plan.specs if spec.nbytes)
@@ -473,31 +530,37 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
 
 
 def _agree_on_topology(
-    group: Group, links: Mapping[int, Link], given: Topology | None, deadline: Deadline
+    group: Group, links: Mapping[int, Link], fabric: str | None, given: Topology | None, deadline: Deadline
 ) -> Topology | None:
-    """The topology that all ranks were given; without one, hosts as ranks that share memory found each other.
+    """The topology that all ranks were given; without one, hosts as ranks that share memory found each other, or GPUs
+    that share a fabric.
 
-    ``links`` are empty where nobody looked for shared memory.
+    ``links`` are empty where nobody looked for shared memory, ``fabric`` is None where there is no GPU.
 
     Raises:
         DigestError: Ranks were given different topologies.
     """
     shared = sorted(peer for peer, link in links.items() if link.transport.lends)
     mine = None if given is None else json.dumps(given.to_json(), sort_keys=True)
-    payload = json.dumps([mine, shared, bool(links)]).encode()
+    payload = json.dumps([mine, shared, bool(links), fabric]).encode()
     told = [json.loads(value) for value in group.meeting.exchange("links", payload, deadline)]
-    for rank, (theirs, _, _) in enumerate(told):
+    for rank, (theirs, *_) in enumerate(told):
         if theirs != told[0][0]:
             raise DigestError(
                 f"Rank 0 was given {_called(told[0][0])} and rank {rank} {_called(theirs)}. All ranks of a refit are "
                 f"given the same topology.",
                 rank=rank,
             )
-    if all(len(peers) == group.size - 1 for _, peers, _ in told):
+    if all(len(peers) == group.size - 1 for _, peers, _, _ in told):
         group.use_board(deadline)
-    if given is not None or not all(looked for _, _, looked in told):
+    if given is not None:
         return given
-    hosts = find_hosts([set(peers) for _, peers, _ in told])
+    domains = share_a_fabric([label for *_, label in told])
+    if domains is not None:
+        return presets.gpus(domains)
+    if not all(looked for _, _, looked, _ in told):
+        return None
+    hosts = find_hosts([set(peers) for _, peers, _, _ in told])
     return ONE_HOST if len(hosts) == 1 else presets.hosts(hosts, port_bytes_per_second=GUESSED_PORT)
 
 

@@ -66,6 +66,27 @@ def hosts(
     )
 
 
+def gpus(domains: Sequence[Sequence[int]]) -> Topology:
+    """GPUs as they were found: who shares a fast link is known, and every GPU is taken to have a NIC of its own.
+
+    Rates are those of an H100 with NVLink 4 and a 400 Gb/s NIC; only what they are to each other matters.
+
+    >>> gpus([[0, 1]]).is_flat
+    True
+    """
+    if len(domains) == 1:
+        return ONE_HOST
+    ranks = sorted(rank for domain in domains for rank in domain)
+    return Topology(
+        "gpus",
+        tuple(Domain(f"domain{at}", tuple(domain), _NVLINK_4) for at, domain in enumerate(domains)),
+        tuple(Port(f"gpu{rank}", (rank,), _NIC_400, _NIC_400) for rank in ranks),
+    )
+
+
+_NVLINK_4, _NIC_400 = 450 * 10**9, 50 * 10**9
+
+
 def named(name: str, size: int) -> Topology:
     """A preset by its name, for ``size`` ranks.
 

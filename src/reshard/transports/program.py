@@ -13,6 +13,7 @@ What one rank does in a run, once all ranks are known to be here::
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -235,6 +236,9 @@ class Program:
         self.received_nbytes = sum(op.nbytes for op in self._receives)
         self.pulled_nbytes = sum(t.numel() * t.element_size() for pull in self._pulls for t in pull.copies[0])
         self.local_nbytes = sum(t.numel() * t.element_size() for t in self._copies[0])
+        self.network_done = 0.0
+        """On the clock of ``time.perf_counter``: when the last bucket came of the first step of a round, which
+        is the network's where there are several domains."""
 
     # -- compiling -------------------------------------------------------------------------------------------------
 
@@ -411,6 +415,7 @@ class Program:
             TransportError: A peer was lost.
             VerifyError: Landed bytes differ from those sent; names tensor, box and peer.
         """
+        self.network_done = time.perf_counter()
         copy_all(*self._copies)
         self._move(deadline)
         self._pull(deadline)
@@ -531,6 +536,8 @@ class Program:
         transport = op.link.transport
         with self._context("receiving", op):
             shown = transport.wait(ticket, deadline)
+        if op.when[1] == 0:
+            self.network_done = time.perf_counter()
         if op.regions:
             assert shown is not None
             at = shown.data_ptr()

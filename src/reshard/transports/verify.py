@@ -42,13 +42,16 @@ def word_of(box: Box, spec: TensorSpec) -> int:
     return gcd(8, *(edge * spec.itemsize for edge in edges))
 
 
-def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify) -> torch.Tensor:
+def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, word: int | None = None) -> torch.Tensor:
     """The sum over the elements of ``box`` that lie in ``memory``, an int64 scalar on their device.
+
+    With ``word`` the size of an element the sums of any boxes that make up a tensor add up to the same; without it the
+    words are as large as the box allows, which is faster.
 
     Where the memory's own runs are not whole words (interleaved rows, a box in two pieces), some rows at a time are
     packed first, so that the words are those of the box.
     """
-    word = word_of(box, spec)
+    word = word or word_of(box, spec)
     regions = list(memory.regions(spec.name, box))
     total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device if regions else None)
     whole_words = all(_fits(region, spec, word) for region in regions)

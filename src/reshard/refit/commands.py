@@ -1,0 +1,34 @@
+"""Commands: what the state machine asks the runner to do; each that is awaited answers with an event."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Command(Enum):
+    """One effect. Those in ``AWAITED`` end with an event that is fed back; the others only happen."""
+
+    MEET = "meet all members in a new epoch"
+    GATHER = "wait for all ranks to call, and compare what they ask for"
+    PLAN = "agree on a plan and bind it to memory, unless that is done"
+    MOVE = "move the bytes, and verify them"
+    AWAIT_LANDED = "wait until all ranks have verified"
+    COMMIT = "bring the landed bytes into the live weights"
+    AWAIT_COMMITTED = "wait until all ranks serve the new version"
+    END_EPOCH = "tell the others, and give back what belongs to the epoch"
+    RETURN = "hand the result to the caller"
+    RAISE = "hand the error to the caller"
+    LEAVE = "leave the session"
+
+
+AWAITED = frozenset(
+    {
+        Command.MEET,
+        Command.GATHER,
+        Command.PLAN,
+        Command.MOVE,
+        Command.AWAIT_LANDED,
+        Command.COMMIT,
+        Command.AWAIT_COMMITTED,
+    }
+)

@@ -1,0 +1,63 @@
+"""Fingerprints: for each tensor one number of its bits, the same however it is laid out, kept at refit time.
+
+The fingerprint of an element is mixed from its place in the global tensor and its bits; that of a set of elements is
+the sum modulo 2**64. So parts can be summed on the ranks that hold them, and two layouts give the same number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING
+
+from reshard.transports.verify import box_sum
+from reshard.transports.views import BoundMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from reshard.layouts.manifest import BoundPiece
+    from reshard.layouts.piece import TensorSpec
+    from reshard.plan.plan import Plan
+
+_MODULUS = 1 << 64
+
+
+def of_pieces(pieces: Iterable[BoundPiece], specs: Mapping[str, TensorSpec]) -> dict[str, int]:
+    """By tensor: the sum over what this rank has of it, to be compared with the same pieces later only.
+
+    Words are as large as the pieces allow, so sums of other pieces of the same tensor do not add up with these.
+    """
+    sums: dict[str, int] = {}
+    for bound in pieces:
+        spec, name = specs[bound.piece.name], bound.piece.name
+        value = int(box_sum(bound.piece.box, spec, BoundMemory([bound]), "fingerprint"))
+        sums[name] = (sums.get(name, 0) + value) % _MODULUS
+    return sums
+
+
+def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece]) -> dict[str, int]:
+    """By tensor: the sum over those elements that are wanted and that this rank is the lowest holder of."""
+    memory, sums = BoundMemory(sources), dict[str, int]()
+    for at, cls in enumerate(plan.classes):
+        if (cls.holders & -cls.holders).bit_length() - 1 != rank:
+            continue
+        for index, box in plan.string(at).items:
+            spec = plan.specs[index]
+            value = int(box_sum(box, spec, memory, "fingerprint", word=min(spec.itemsize, 8)))
+            sums[spec.name] = (sums.get(spec.name, 0) + value) % _MODULUS
+    return sums
+
+
+def add_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The fingerprints of whole tensors from all ranks' shares, by name."""
+    sums: dict[str, int] = {}
+    for part in parts:
+        for name, value in part.items():
+            sums[name] = (sums.get(name, 0) + value) % _MODULUS
+    return dict(sorted(sums.items()))
+
+
+def digest(fingerprints: Mapping[str, int]) -> str:
+    """One short text for the fingerprints of a version."""
+    return hashlib.sha256(json.dumps(sorted(fingerprints.items())).encode()).hexdigest()[:16]

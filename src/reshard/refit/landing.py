@@ -1,0 +1,124 @@
+"""Landing: the copies beside the live weights that a refit needs, made once: casts, snapshots, and room to land in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from reshard.layouts.manifest import BoundPiece, binding_of
+from reshard.refit.agreement import clashing
+from reshard.transports.shm import share_memory_
+from reshard.transports.views import aligned_word, copy_all, words
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.refit.agreement import Agreed
+
+_ALIGNED = 64
+"""Where a copy begins in its buffer, in bytes: a cache line."""
+
+
+class Copies:
+    """The copies of one rank, each beside the memory that it stands for.
+
+    Args:
+        staged: Whether all destination bytes land beside the live weights, and not only those that are cast there.
+    """
+
+    def __init__(self, staged: bool) -> None:
+        self._staged = staged
+        self._taken: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._put: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self.nbytes = 0
+        self.clashing = False
+        """Whether a source is copied since this rank's own destination would overwrite it."""
+
+    def of_sources(self, agreed: Agreed, *, shared: bool) -> tuple[BoundPiece, ...]:
+        """Source pieces as they are read: copies where they are cast, or where the destination would overwrite them.
+
+        Args:
+            agreed: What is sent.
+            shared: Whether another rank can read them in place, if they lie in shared memory.
+        """
+        clash = set(clashing(agreed.src_pieces, agreed.dst_pieces))
+        self.clashing = bool(clash)
+        dtypes = {entry.spec.name: entry.spec.dtype for entry in agreed.src.entries}
+        chosen = {
+            at: getattr(torch, dtypes[bound.piece.name])
+            for at, bound in enumerate(agreed.src_pieces)
+            if at in clash or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
+        }
+        pieces, copies = self._copied(agreed.src_pieces, chosen, shared=shared and not clash)
+        self._taken = _as_words(copies, [agreed.src_pieces[at].view for at in chosen])
+        self.take()
+        return pieces
+
+    def of_targets(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
+        """Destination pieces as they are written: beside the live ones where the commit is staged, or a cast is due."""
+        dtypes = {entry.spec.name: entry.spec.dtype for entry in agreed.dst.entries}
+        chosen = {
+            at: getattr(torch, dtypes[bound.piece.name])
+            for at, bound in enumerate(agreed.dst_pieces)
+            if self._staged or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
+        }
+        pieces, copies = self._copied(agreed.dst_pieces, chosen, shared=False)
+        self._put = _as_words([agreed.dst_pieces[at].view for at in chosen], copies)
+        return pieces
+
+    def take(self) -> None:
+        """Copy what is sent as it is now; exact to ``tensor.to(dtype)`` where it is cast."""
+        _copy(*self._taken)
+
+    def put(self) -> None:
+        """Copy what has landed into the live weights; casts likewise."""
+        _copy(*self._put)
+
+    def _copied(
+        self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype], *, shared: bool
+    ) -> tuple[tuple[BoundPiece, ...], list[torch.Tensor]]:
+        """The pieces with those at ``chosen`` in memory of their own, all of it in one buffer."""
+        offsets, nbytes = [], 0
+        for at, dtype in chosen.items():
+            offsets.append(nbytes)
+            nbytes += -(-pieces[at].view.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
+        if not nbytes:
+            return tuple(pieces), []
+        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=pieces[next(iter(chosen))].view.device)
+        if shared and buffer.device.type == "cpu":
+            share_memory_([buffer])
+        self.nbytes += nbytes
+        result, copies = list(pieces), []
+        for (at, dtype), offset in zip(chosen.items(), offsets, strict=True):
+            view = pieces[at].view
+            copy = buffer[offset : offset + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
+            result[at] = replace(pieces[at], binding=binding_of(copy), view=copy)
+            copies.append(copy)
+        return tuple(result), copies
+
+
+def _as_words(
+    targets: list[torch.Tensor], sources: list[torch.Tensor]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Pairs of equal dtype as plain words: every bit travels, and dtypes without a copy kernel do too."""
+    for at, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        if target.dtype == source.dtype:
+            targets[at], sources[at] = _words(target), _words(source)
+        else:
+            targets[at], sources[at] = target.detach(), source.detach()
+    return targets, sources
+
+
+def _words(view: torch.Tensor) -> torch.Tensor:
+    itemsize = view.element_size()
+    at = int(view.storage_offset()) * itemsize
+    return words(
+        view.untyped_storage(), at, tuple(view.shape), tuple(view.stride()), itemsize, aligned_word(itemsize, 0)
+    )
+
+
+def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        copy_all(targets, sources)

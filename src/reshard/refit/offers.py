@@ -1,0 +1,65 @@
+"""Offers: what a rank offers or accepts, brought to a manifest under the names that both sides use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from reshard.layouts.manifest import Manifest
+from reshard.refit.names import renamed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from reshard.refit.names import Rename
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """What one rank brings to the refits of a session."""
+
+    original: Manifest
+    """Under the names that the model uses, so that a replaced parameter can be found."""
+
+    manifest: Manifest
+    renamed: Mapping[str, str]
+    """By new name: the model's own, where they differ."""
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """The model's names that a rule leaves out."""
+        kept = {self.renamed.get(name, name) for name in self.manifest.names}
+        return tuple(name for name in self.original.names if name not in kept)
+
+
+def make_offer(
+    what: Any,
+    *,
+    world: str,
+    rename: Rename | None = None,
+    groups: Mapping[str, str] | Callable[[str], str] | None = None,
+) -> Offer:
+    """Read a model, named tensors, or a manifest.
+
+    Args:
+        what: A module, tensors by name, or a Manifest, which is taken as it is.
+        world: The world's name.
+        rename: Rules for names; torch's wrappers are taken off in any case.
+        groups: Install group by name (of the model), or a function that gives it.
+
+    Raises:
+        ManifestError, LayoutError: What cannot be described.
+    """
+    if isinstance(what, Manifest):
+        original = what
+    else:
+        original = Manifest.from_torch(what, world=world, groups=groups if not callable(groups) else None)
+    if callable(groups):
+        original = _grouped(original, groups)
+    manifest, changed = renamed(original, rename)
+    return Offer(original, manifest, changed)
+
+
+def _grouped(manifest: Manifest, group: Callable[[str], str]) -> Manifest:
+    entries = (replace(e, spec=replace(e.spec, group=group(e.spec.name))) for e in manifest.entries)
+    return replace(manifest, entries=tuple(entries))
