@@ -1,16 +1,17 @@
 """Plans over several domains: one copy into each, from all who can send, within the bound."""
 
+import json
 from fractions import Fraction
 
 import pytest
+from click.testing import CliRunner
 from tests.plan.worlds import copies_of_each_byte_into_each_domain, port_seconds, random_refit
 
-from reshard.errors import ProofError
+from reshard.cli.main import main
 from reshard.layouts.layout import Layout
 from reshard.layouts.mesh import Mesh
 from reshard.plan.balance import PortFlow
-from reshard.plan.plan import Plan, plan_refit
-from reshard.plan.proof import prove
+from reshard.plan.plan import plan_refit
 from reshard.topology import presets
 from reshard.topology.topology import Domain, Port, Topology
 
@@ -94,6 +95,71 @@ def test_a_domain_with_a_holder_inside_is_served_there():
     assert plan.reach.crossing_nbytes == 0
 
 
+def test_a_holder_in_another_domain_sends_nothing_where_there_is_one_inside():
+    # the holder on the first host has nothing else to do, and would even out what the ranks send
+    src = Layout((4096, 64), "float32", Mesh({"dp": 2}, [0, 1]))
+    dst = Layout((4096, 64), "float32", Mesh({"dp": 3}, [2, 3, 4]))
+    plan = plan_refit(src, dst, presets.hosts([[0], [1, 2, 3, 4]], port_bytes_per_second=GB))
+    assert set(plan.sent_nbytes()) == {1}
+    assert plan.reach.crossing_nbytes == 0
+
+
+def test_all_ports_of_a_domain_take_in_equally_much_beside_a_busier_domain():
+    # one needer on the first host, four on the second: what the busiest port needs is no reason to load two of four
+    src = Layout((4096, 1024), "float32", Mesh({"x": 1}, [0]))
+    dst = Layout((4096, 1024), "float32", Mesh({"dp": 5}, [1, 2, 3, 4, 5]))
+    domains = [(0,), (1,), (2, 3, 4, 5)]
+    topology = Topology(
+        "uneven",
+        tuple(Domain(f"d{at}", ranks, 100 * GB) for at, ranks in enumerate(domains)),
+        tuple(Port(f"n{rank}", (rank,), GB, GB) for rank in range(6)),
+    )
+    plan = plan_refit(src, dst, topology)
+    taken = dict.fromkeys(range(1, 6), 0)
+    for (a, b), nbytes in plan.pair_nbytes().items():
+        if topology.domain_of(a) != topology.domain_of(b):
+            taken[b] += nbytes
+    assert taken[1] == src.nbytes
+    assert max(taken[rank] for rank in (2, 3, 4, 5)) <= 1.02 * src.nbytes / 4
+
+
+def test_a_part_goes_from_a_holder_to_one_domain_and_from_there_to_all_others():
+    wanted = Layout((4096, 4096), "bfloat16", Mesh({"dp": 16}, range(2, 18)))
+    cluster = presets.hosts([[0, 1], *([rank] for rank in range(2, 18))], port_bytes_per_second=GB)
+    plan = plan_refit(ROWS, wanted, cluster)
+    assert {route.rule for route in plan.routes} == {"relayed"}
+    for route in plan.routes:
+        (holder, relay), *others = route.edges
+        assert holder in (0, 1)
+        assert {sender for sender, _ in others} == {relay}
+        assert {receiver for _, receiver in route.edges} == set(range(2, 18))
+
+
+def test_a_port_that_takes_in_many_classes_takes_some_of_them_whole():
+    # 1,024 classes into a domain of 4 ranks: a thin stripe of each to everybody would be four times as many messages
+    experts = 1024
+    src = Layout((experts, 64, 64), "bfloat16", Mesh({"ep": experts}), ("ep",))
+    dst = Layout((experts, 64, 64), "bfloat16", Mesh({"dp": 4}, range(experts, experts + 4)))
+    topology = Topology(
+        "wide",
+        (Domain("s", tuple(range(experts)), GB), Domain("d", tuple(range(experts, experts + 4)), GB)),
+        tuple(Port(f"n{rank}", (rank,), GB, GB) for rank in range(experts + 4)),
+    )
+    plan = plan_refit(src, dst, topology, cut_nbytes=1)
+    assert len(plan.routes) == len(plan.classes) == experts
+    assert plan.reach.busiest_seconds == plan.bound.in_seconds
+
+
+def test_reshard_plan_prints_how_often_each_strategy_enters_a_domain():
+    asked = ["plan", "--shape", "64x64", "--source", "tp=2 [tp, -]", "--destination", "dp=2 []", "--strategy", "all"]
+    printed = CliRunner().invoke(main, [*asked, "--cluster", "0-1 / 2-3 @ 2Gbit", "--json"])
+    counts = {row["strategy"]: row["crossings"] for row in json.loads(printed.stdout)["strategies"]}
+    assert (counts["point-to-point"], counts["reshard"]) == (4, 2)
+    text = CliRunner().invoke(main, [*asked, "--cluster", "0-1 / 2-3 @ 2Gbit"]).stdout
+    assert "(2 boxes)" in text
+    assert "(4 boxes)" in text
+
+
 def test_tensor_parallel_to_data_parallel_takes_half_the_transfers_of_point_to_point():
     src = Layout((64, 64), "bfloat16", Mesh({"tp": 2}, [0, 1]), ("tp",))
     dst = Layout((64, 64), "bfloat16", Mesh({"dp": 2}, [2, 3]))
@@ -103,10 +169,11 @@ def test_tensor_parallel_to_data_parallel_takes_half_the_transfers_of_point_to_p
 
 
 @pytest.mark.parametrize(
-    ("replicas", "tp", "dp", "domain", "why"),
+    ("replicas", "tp", "dp", "domain", "why"),  # the rows of the field's own table, and one that is larger
     [
         (8, 8, 8, 64, "the field's rules cross 8 times, or leave 7 of 8 senders idle"),
         (1, 8, 8, 8, "one source, eight domains"),
+        (1, 8, 16, 8, "one source, sixteen domains: fifteen copies of each byte are relayed"),
         (2, 8, 16, 64, "two domains of two replicas"),
         (4, 2, 8, 8, "more senders than domains"),
         (8, 1, 16, 8, "no tensor parallel at all"),
@@ -129,8 +196,11 @@ def test_all_replicas_of_the_source_send_and_each_domain_takes_one_copy(replicas
     assert all(copies == 1 for _, copies in plan.reach.copies_into)
     sent = plan.sent_nbytes()
     senders = [sent.get(rank, 0) for rank in range(replicas)]
-    assert min(senders) > 0
+    assert max(senders) <= 1.02 * sum(senders) / replicas, "all replicas are evenly busy"
+    assert sum(senders) >= src.nbytes
     assert plan.reach.busiest_seconds <= plan.bound.seconds * Fraction(102, 100)
+    if replicas == 1:
+        assert sum(senders) <= 1.02 * src.nbytes, "the only source sends one copy, whatever the number of domains"
 
 
 def test_many_experts_on_many_ranks_reach_few_tensor_parallel_ranks():
@@ -141,51 +211,6 @@ def test_many_experts_on_many_ranks_reach_few_tensor_parallel_ranks():
         plan = plan_refit(src, dst, presets.dgx_h100(experts + tp))
         plan.proof()
         assert plan.reach.busiest_seconds == plan.bound.seconds
-
-
-def mutations(route, size):
-    """Faulty versions of a route: what a plan that is wrong in one place could hold."""
-    from dataclasses import replace
-
-    edges = route.edges
-    yield "dropped edge", replace(route, edges=edges[:-1])
-    yield "repeated edge", replace(route, edges=(*edges, edges[-1]))
-    if len(edges) > 1 and edges[1][0] != edges[0][0]:
-        yield "forwarded too early", replace(route, edges=(edges[1], edges[0], *edges[2:]))
-    yield "wrong sender", replace(route, edges=(*edges[:-1], ((edges[-1][0] + 1) % size, edges[-1][1])))
-    yield "wrong receiver", replace(route, edges=(*edges[:-1], (edges[-1][0], (edges[-1][1] + 1) % size)))
-    if route.stop - route.start > 8:
-        yield "shifted", replace(route, start=route.start + 4)
-
-
-def is_same_delivery(plan: Plan, routes) -> bool:
-    """Whether changed routes still are a right plan: another holder may send what the first one would have."""
-    for route in routes:
-        cls = plan.classes[route.route_class]
-        has = {rank for rank in range(plan.size) if cls.holders >> rank & 1}
-        for a, b in route.edges:
-            if a not in has or b in has - {a} or not cls.audience >> b & 1:
-                return False
-            has.add(b)
-    return True
-
-
-@pytest.mark.parametrize("seed", range(60))
-def test_a_route_that_was_changed_is_not_proven(seed):
-    src, dst, topology = random_refit(seed)
-    plan = plan_refit(src, dst, topology, cut_nbytes=1)
-    tried = 0
-    for at, route in enumerate(plan.routes):
-        for what, wrong in mutations(route, plan.size):
-            routes = (*plan.routes[:at], wrong, *plan.routes[at + 1 :])
-            if what == "wrong sender" and is_same_delivery(plan, routes):
-                continue
-            tried += 1
-            with pytest.raises(ProofError):
-                prove(plan.specs, plan.patterns, plan.classes, routes)
-        if tried > 30:
-            break
-    assert tried
 
 
 def test_least_seconds_is_that_of_the_tightest_set_of_demands():

@@ -7,6 +7,7 @@ from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.topology import presets
+from reshard.topology.topology import Domain, Port, Topology
 
 GB = 10**9
 
@@ -33,8 +34,20 @@ def random_refit(seed):
         domains[:1] = [[0], list(range(1, sources))]
     if len(domains) > 2 and r.random() < 0.3:
         domains[:2] = [domains[0] + domains[1]]
-    rates = [r.choice([GB, 2 * GB]) for _ in domains]
-    topology = presets.hosts(domains, port_bytes_per_second=rates, local_bytes_per_second=r.choice([2, 40]) * GB)
+    if r.random() < 0.4:  # sources and destinations in the same domains
+        everyone = r.sample(range(sources + len(ranks)), sources + len(ranks))
+        edges = sorted(r.sample(range(1, len(everyone)), min(len(everyone) - 1, r.randint(1, 4))))
+        domains = [everyone[lo:hi] for lo, hi in zip([0, *edges], [*edges, None], strict=True)]
+    local = r.choice([2, 40]) * GB
+    if r.random() < 0.5:
+        rates = [r.choice([GB, 2 * GB]) for _ in domains]
+        topology = presets.hosts(domains, port_bytes_per_second=rates, local_bytes_per_second=local)
+    else:  # a NIC for each rank
+        topology = Topology(
+            "nics",
+            tuple(Domain(f"d{at}", tuple(members), local) for at, members in enumerate(domains)),
+            tuple(Port(f"nic{k}", (k,), r.choice([GB, 2 * GB]), GB) for members in domains for k in members),
+        )
     return Manifest.from_layouts(src), Manifest.from_layouts(dst), topology
 
 

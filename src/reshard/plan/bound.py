@@ -19,7 +19,8 @@ from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from reshard.plan.cells import ranks_of
-from reshard.plan.entries import balance_entries, find_entries
+from reshard.plan.entries import find_entries
+from reshard.plan.supply import least_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -71,31 +72,39 @@ def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
     """The bound for what ``classes`` say is held and needed; all zero where one domain holds everybody."""
     if topology.is_flat:
         return Bound(Fraction(0), Fraction(0), Fraction(0))
-    supply = balance_entries(find_entries(classes, topology), topology, cut_nbytes=1)
-    needed: dict[int, int] = {}
+    out_seconds, in_seconds = least_seconds(find_entries(classes, topology), topology)
+    by_mask: dict[int, int] = {}
     for cls in classes:
-        for rank in ranks_of(cls.needers & ~cls.holders):
-            needed[rank] = needed.get(rank, 0) + cls.nbytes
+        needers = cls.needers & ~cls.holders
+        by_mask[needers] = by_mask.get(needers, 0) + cls.nbytes
+    needed: dict[int, int] = {}
+    for mask, nbytes in by_mask.items():
+        for rank in ranks_of(mask):
+            needed[rank] = needed.get(rank, 0) + nbytes
     slowest = Fraction(0)
     for rank, nbytes in needed.items():
         port = topology.ports[topology.port_of(rank)]
         domain = topology.domains[topology.domain_of(rank)]
         slowest = max(slowest, Fraction(nbytes, port.in_bytes_per_second + domain.bytes_per_second))
-    return Bound(supply.out_seconds, supply.in_seconds, slowest)
+    return Bound(out_seconds, in_seconds, slowest)
 
 
 def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topology: Topology) -> Reach:
     """Add up what every port carries."""
+    by_edge: dict[tuple[int, int], int] = {}
+    relayed = 0
+    holders = {cls.holders: frozenset(ranks_of(cls.holders)) for cls in classes}
+    for route, edge in _crossings(routes, topology):
+        by_edge[edge] = by_edge.get(edge, 0) + route.nbytes
+        relayed += 0 if edge[0] in holders[classes[route.route_class].holders] else route.nbytes
     sent: dict[int, int] = {}
     taken: dict[int, int] = {}
     into: dict[int, int] = {}
-    relayed = 0
-    for route, sender, receiver in _crossings(routes, topology):
+    for (sender, receiver), nbytes in by_edge.items():
         out, inn, domain = topology.port_of(sender), topology.port_of(receiver), topology.domain_of(receiver)
-        sent[out] = sent.get(out, 0) + route.nbytes
-        taken[inn] = taken.get(inn, 0) + route.nbytes
-        into[domain] = into.get(domain, 0) + route.nbytes
-        relayed += 0 if classes[route.route_class].holders >> sender & 1 else route.nbytes
+        sent[out] = sent.get(out, 0) + nbytes
+        taken[inn] = taken.get(inn, 0) + nbytes
+        into[domain] = into.get(domain, 0) + nbytes
     times = [
         (Fraction(n, topology.ports[at].out_bytes_per_second), f"out of {topology.ports[at].name}")
         for at, n in sent.items()
@@ -117,10 +126,13 @@ def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topolo
     return Reach(seconds, name, sum(into.values()), relayed, copies)
 
 
-def _crossings(routes: Sequence[Route], topology: Topology) -> Iterator[tuple[Route, int, int]]:
+def _crossings(routes: Sequence[Route], topology: Topology) -> Iterator[tuple[Route, tuple[int, int]]]:
     if topology.is_flat:
         return
+    home = {
+        rank: topology.domain_of(rank) for rank in {rank for route in routes for edge in route.edges for rank in edge}
+    }
     for route in routes:
-        for sender, receiver in route.edges:
-            if topology.domain_of(sender) != topology.domain_of(receiver):
-                yield route, sender, receiver
+        for edge in route.edges:
+            if home[edge[0]] != home[edge[1]]:
+                yield route, edge

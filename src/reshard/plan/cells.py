@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import TYPE_CHECKING
@@ -80,6 +81,7 @@ def _merge(cells: list[Cell], ndim: int) -> tuple[Cell, ...]:
     return tuple(sorted(cells, key=lambda cell: cell.box.start))
 
 
+@lru_cache(maxsize=1 << 13)  # a plan asks for few masks, many times each
 def ranks_of(mask: int) -> tuple[int, ...]:
     """The ranks of a mask, in order.
 

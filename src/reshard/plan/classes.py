@@ -59,12 +59,6 @@ class RouteClass:
 
     nbytes: int
 
-    def items(self, patterns: Sequence[Pattern]) -> list[tuple[int, Box]]:
-        """(tensor, box) in the order of the string: by tensor, then by box."""
-        listed = [(tensor, box) for at, boxes in self.parts for tensor in patterns[at].tensors for box in boxes]
-        listed.sort(key=lambda item: (item[0], item[1].start))
-        return listed
-
 
 def make_patterns(
     specs: Sequence[TensorSpec],
@@ -84,32 +78,39 @@ def make_patterns(
         CoverageError: A destination box, or a part of one, is held by no source rank.
     """
     groups: dict[tuple[object, ...], list[int]] = {}
-    numbers: dict[Holding, int] = {}
-
-    def number(holdings: Holdings) -> tuple[int, ...]:
-        return tuple(_number(numbers, seen, holding) for holding in holdings)
-
-    seen: dict[int, int] = {}
-    for index, spec in enumerate(specs):
-        key = (spec.shape, spec.dtype, spec.granule, number(src[index]), number(dst[index]))
+    known = _Numbers()
+    for index, (spec, held, wanted) in enumerate(zip(specs, src, dst, strict=True)):
+        key = (spec.shape, spec.dtype, spec.granule, known.number(held), known.number(wanted))
         groups.setdefault(key, []).append(index)
+    needs: dict[tuple[object, ...], tuple[Claim, ...]] = {}
     patterns = []
-    for tensors in groups.values():
+    for kind, tensors in groups.items():
         spec = specs[tensors[0]]
-        held, needed = _claims(spec, src[tensors[0]]), _claims(spec, dst[tensors[0]])
-        _check_wanted_once(spec, needed, rank_name)
-        cells = find_cells(spec.shape, held, needed)
-        _check_covered(spec, held, cells, rank_name)
+        holds = _claims(spec, src[tensors[0]])
+        wants = (*kind[:3], kind[4])  # many patterns differ in their holders only
+        if wants not in needs:
+            needs[wants] = _claims(spec, dst[tensors[0]])
+            _check_wanted_once(spec, needs[wants], rank_name)
+        cells = find_cells(spec.shape, holds, needs[wants])
+        _check_covered(spec, holds, cells, rank_name)
         _check_blocks(spec, cells)
-        patterns.append(Pattern(spec.shape, spec.itemsize, held, needed, cells, tuple(tensors)))
+        patterns.append(Pattern(spec.shape, spec.itemsize, holds, needs[wants], cells, tuple(tensors)))
     return tuple(patterns)
 
 
-def _number(numbers: dict[Holding, int], seen: dict[int, int], holding: Holding) -> int:
-    """A number for a holding: by identity first, since hashing a mesh of many ranks is slow, then by value."""
-    if id(holding) not in seen:
-        seen[id(holding)] = numbers.setdefault(holding, len(numbers))
-    return seen[id(holding)]
+class _Numbers:
+    """A number for each distinct tuple of holdings: by identity first, since hashing a mesh of many ranks is slow."""
+
+    def __init__(self) -> None:
+        self._by_identity: dict[tuple[int, ...], int] = {}
+        self._by_value: dict[Holdings, int] = {}
+
+    def number(self, holdings: Holdings) -> int:
+        ids = tuple(map(id, holdings))
+        found = self._by_identity.get(ids)
+        if found is None:
+            found = self._by_identity[ids] = self._by_value.setdefault(holdings, len(self._by_value))
+        return found
 
 
 def _claims(spec: TensorSpec, holdings: Holdings) -> tuple[Claim, ...]:

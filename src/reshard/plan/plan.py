@@ -13,15 +13,16 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from reshard.errors import ManifestError, PlanError
+from reshard.errors import PlanError
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import HERE, Manifest
+from reshard.layouts.manifest import Manifest
 from reshard.plan.bound import Bound, Reach, find_bound, measure_reach
 from reshard.plan.cells import ranks_of
 from reshard.plan.classes import Pattern, RouteClass, make_classes, make_patterns
+from reshard.plan.match import World, check_match, check_merged, line_up, nearest, place_worlds
 from reshard.plan.proof import Proof, prove
 from reshard.plan.routes import Route, choose_routes
-from reshard.plan.strings import ByteString, Item
+from reshard.plan.strings import ByteString, ClassString, Item
 from reshard.topology.topology import ONE_HOST, Topology
 from reshard.units import count, format_nbytes, format_seconds, parse_nbytes
 from reshard.version import __version__
@@ -36,15 +37,6 @@ Strategy = Literal["reshard", "point-to-point", "gather-broadcast"]
 STRATEGIES: tuple[Strategy, ...] = ("reshard", "point-to-point", "gather-broadcast")
 
 PLAN_FORMAT = "reshard-plan-1"
-
-
-@dataclass(frozen=True, slots=True)
-class World:
-    """A world's place in the plan's ranks: its rank r is the plan's ``first + r``."""
-
-    name: str
-    first: int
-    size: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +224,7 @@ class Plan:
     def string(self, route_class: int) -> ByteString:
         """The string of a class, expanded to (tensor index, box)."""
         if route_class not in self._strings:
-            items = self.classes[route_class].items(self.patterns)
-            self._strings[route_class] = ByteString(items, self.specs)
+            self._strings[route_class] = ClassString(self.classes[route_class], self.patterns, self.specs)
         return self._strings[route_class]
 
     def route_items(self, route: Route) -> list[Item]:
@@ -349,11 +340,11 @@ def plan_refit(
         raise PlanError(f"Strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
     source, destinations = _as_manifests(src, dst)
     for manifest in (source, *destinations):
-        _check_merged(manifest)
+        check_merged(manifest)
     check_match(source, destinations)
-    worlds = _place_worlds(source, destinations)
+    worlds = place_worlds(source, destinations)
     first = {world.name: world.first for world in worlds}
-    specs, held, wanted = _line_up(source, destinations, first)
+    specs, held, wanted = line_up(source, destinations, first)
 
     def rank_name(rank: int) -> str:
         return _rank_name(worlds, rank)
@@ -386,106 +377,11 @@ def _as_manifests(
     return one(src), [one(dst)] if isinstance(dst, (Manifest, Layout)) else [one(manifest) for manifest in dst]
 
 
-def _check_merged(manifest: Manifest) -> None:
-    for entry in manifest.entries:
-        if any(HERE in holding.ranks for holding in entry.holdings):
-            raise ManifestError(
-                f"{entry.spec.name!r}: the manifest of {manifest.world} is that of a single rank, whose number is not "
-                f"known yet. Put the manifests of all ranks together first: merge({{rank: manifest, ...}}).",
-                tensor=entry.spec.name,
-            )
-
-
-def check_match(src: Manifest, dst: Sequence[Manifest]) -> None:
-    """Check that every wanted tensor is held, with the same shape, dtype and granule; one error lists all that is not.
-
-    Raises:
-        ManifestError: With the nearest names for those that are missing.
-    """
-    have = {entry.spec.name: entry.spec for entry in src.entries}
-    faults: list[str] = []
-    missing: list[str] = []
-    for manifest in dst:
-        for entry in manifest.entries:
-            spec = entry.spec
-            theirs = have.get(spec.name)
-            if theirs is None:
-                ranks = sorted({rank for holding in entry.holdings for rank in holding.ranks})
-                who = f"{manifest.world} rank {ranks[0]}" if ranks else manifest.world
-                missing.append(spec.name)
-                faults.append(f"{who} wants {spec.name!r}, which no source rank holds. {nearest(spec.name, have)}")
-            elif theirs.shape != spec.shape:
-                faults.append(
-                    f"{spec.name!r}: the source's shape is {list(theirs.shape)}, {manifest.world}'s is "
-                    f"{list(spec.shape)}. Global shapes must be equal; leave padding out of the pieces."
-                )
-            elif theirs.dtype != spec.dtype:
-                faults.append(
-                    f"{spec.name!r}: the source holds {theirs.dtype}, {manifest.world} wants {spec.dtype}. Bytes are "
-                    f"never reinterpreted: convert one side, source.to(torch.{spec.dtype})."
-                )
-            elif theirs.granule != spec.granule and theirs.granule and spec.granule:
-                faults.append(
-                    f"{spec.name!r}: the source's granule is {list(theirs.granule)}, {manifest.world}'s is "
-                    f"{list(spec.granule)}. Both sides must name the same block."
-                )
-    if faults:
-        shown = faults[:20] + ([f"and {len(faults) - 20} more"] if len(faults) > 20 else [])
-        raise ManifestError("\n".join(shown), faults=tuple(faults), missing=tuple(missing))
-
-
-def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """A sentence with up to three known names that look like ``name``."""
-    import difflib
-
-    close = difflib.get_close_matches(name, list(known)[:5000], n=3, cutoff=0.5)
-    return f"Nearest source names: {', '.join(map(repr, close))}." if close else f"The source has {len(known)} tensors."
-
-
-def _place_worlds(src: Manifest, dst: Sequence[Manifest]) -> tuple[World, ...]:
-    sizes: dict[str, int] = {}
-    for manifest in (src, *dst):
-        sizes[manifest.world] = max(manifest.size, sizes.get(manifest.world, 0))
-    worlds, first = [], 0
-    for name, size in sizes.items():
-        worlds.append(World(name, first, size))
-        first += size
-    return tuple(worlds)
-
-
 def _rank_name(worlds: Sequence[World], rank: int) -> str:
     if len(worlds) == 1:
         return f"rank {rank}"
     world = next(w for w in worlds if w.first <= rank < w.first + w.size)
     return f"{world.name} rank {rank - world.first}"
-
-
-def _line_up(
-    src: Manifest, dst: Sequence[Manifest], first: Mapping[str, int]
-) -> tuple[tuple[TensorSpec, ...], list[tuple[Any, ...]], list[tuple[Any, ...]]]:
-    """The tensors that any destination wants, in plan order, with holders and wanters in the plan's ranks."""
-    wanted: dict[str, list[Any]] = {}
-    specs: dict[str, TensorSpec] = {}
-    placed = {id(manifest): _in_plan_ranks(manifest, first[manifest.world]) for manifest in (src, *dst)}
-    source = {entry.spec.name: entry for entry in placed[id(src)].entries}
-    for manifest in dst:
-        for entry in placed[id(manifest)].entries:
-            name = entry.spec.name
-            theirs = source[name].spec
-            spec = replace(
-                entry.spec, granule=entry.spec.granule or theirs.granule, group=entry.spec.group or theirs.group
-            )
-            specs.setdefault(name, spec)
-            wanted.setdefault(name, []).extend(entry.holdings)
-    names = sorted(specs, key=lambda name: specs[name].order)
-    held = [source[name].holdings for name in names]
-    return tuple(specs[name] for name in names), held, [tuple(wanted[name]) for name in names]
-
-
-def _in_plan_ranks(manifest: Manifest, first: int) -> Manifest:
-    if first == 0:
-        return manifest
-    return manifest.renumber({rank: rank + first for rank in range(manifest.size)}, size=first + manifest.size)
 
 
 def _total(pairs: Mapping[tuple[int, int], int], end: int) -> dict[int, int]:
@@ -503,4 +399,4 @@ def _route_from_json(row: Sequence[Any]) -> Route:
     return Route(row[0], row[1], row[2], tuple((a, b) for a, b in row[3]), row[4])
 
 
-__all__ = ["Plan", "RankPlan", "Transfer", "World", "plan_refit", "ranks_of"]
+__all__ = ["Plan", "RankPlan", "Transfer", "World", "check_match", "nearest", "plan_refit", "ranks_of"]

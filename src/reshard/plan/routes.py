@@ -6,14 +6,15 @@ forwards has received before. (a, a) is a copy inside a rank that is holder and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from reshard.plan.balance import share_out
 from reshard.plan.cells import mask_of, ranks_of
-from reshard.plan.entries import balance_entries, find_entries
-from reshard.plan.strings import ByteString
-from reshard.plan.trees import parts_of, tree
+from reshard.plan.entries import find_entries
+from reshard.plan.strings import ClassString
+from reshard.plan.supply import balance_entries
+from reshard.plan.trees import Forest, parts_of
 from reshard.topology.topology import ONE_HOST, Topology
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.classes import Pattern, RouteClass
-    from reshard.plan.entries import Entry
 
 Rule = Literal["local", "inside", "direct", "striped", "relayed", "whole"]
 """Why a route is what it is: a copy in the same rank; from a holder inside the domain; over the network once, to one
@@ -67,83 +67,90 @@ def choose_routes(
         strategy: ``"reshard"`` makes use of the domains.
     """
     if topology.is_flat or strategy != "reshard":
-        return _serve_directly(classes, patterns, specs, cut_nbytes=cut_nbytes)
-    inside = [_kept_inside(cls, topology) for cls in classes]
-    routes = [
-        replace(route, rule="inside") if route.rule == "direct" else route
-        for route in _serve_directly(inside, patterns, specs, cut_nbytes=cut_nbytes)
-    ]
-    entries = find_entries(classes, topology)
-    supply = balance_entries(entries, topology, cut_nbytes=cut_nbytes)
-    for entry, suppliers, stripes in zip(entries, supply.suppliers, supply.stripes, strict=True):
-        routes.extend(_enter(entry, suppliers, stripes, classes, patterns, specs))
-    return tuple(sorted(routes))
+        wanted = [Wanted(at, cls.holders, cls.audience & ~cls.holders) for at, cls in enumerate(classes)]
+        whole = [cls.audience != cls.needers for cls in classes]
+        served = _serve_directly(classes, patterns, specs, wanted, cut_nbytes)
+        routes = [Route(at, lo, hi, edges, "whole" if whole[at] else "direct") for at, lo, hi, edges in served]
+    else:
+        served = _serve_directly(classes, patterns, specs, list(_wanted_inside(classes, topology)), cut_nbytes)
+        routes = [Route(at, lo, hi, edges, "inside") for at, lo, hi, edges in served]
+        routes.extend(_entering(classes, patterns, specs, topology, cut_nbytes))
+    routes.extend(_local_routes(classes))
+    return tuple(sorted(routes, key=lambda r: (r.route_class, r.start, r.stop, r.edges, r.rule)))
 
 
-def _kept_inside(cls: RouteClass, topology: Topology) -> RouteClass:
-    """The class with only those needers that have a holder in their domain."""
-    homes = {topology.domain_of(rank) for rank in ranks_of(cls.holders)}
-    served = mask_of(rank for rank in ranks_of(cls.needers) if topology.domain_of(rank) in homes)
-    return replace(cls, needers=served, audience=served)
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A class that some ranks are to get from holders: masks of both."""
+
+    route_class: int
+    holders: int
+    receivers: int
 
 
-def _enter(
-    entry: Entry,
-    suppliers: Sequence[tuple[int, int]],
-    stripes: Sequence[Sequence[tuple[int, int]]],
+def _wanted_inside(classes: Sequence[RouteClass], topology: Topology) -> Iterator[Wanted]:
+    """What ranks get from the holders in their own domain, by domain."""
+    members = [mask_of(domain.ranks) for domain in topology.domains]
+    homes: dict[int, list[int]] = {}
+    for at, cls in enumerate(classes):
+        if cls.holders not in homes:
+            homes[cls.holders] = sorted({topology.domain_of(rank) for rank in ranks_of(cls.holders)})
+        for home in homes[cls.holders]:
+            receivers = cls.needers & ~cls.holders & members[home]
+            if receivers:
+                yield Wanted(at, cls.holders & members[home], receivers)
+
+
+def _entering(
     classes: Sequence[RouteClass],
     patterns: Sequence[Pattern],
     specs: Sequence[TensorSpec],
+    topology: Topology,
+    cut_nbytes: int,
 ) -> Iterator[Route]:
-    """The routes by which one class comes into its domains, cut where granules allow it."""
-    string: ByteString | None = None
-    at = 0
-    for _, stop, supplying, takers in parts_of(entry, suppliers, stripes):
-        if stop < entry.nbytes:
-            string = string or ByteString(classes[entry.route_class].items(patterns), specs)
-            stop = string.floor(stop, slack=entry.nbytes // 256)
-        if stop <= at:
-            continue
-        edges, relays = tree(entry, supplying, takers)
-        shared = any(len(row) > 1 for row in stripes)
-        rule: Rule = "relayed" if relays else "striped" if shared else "direct"
-        yield Route(entry.route_class, at, stop, edges, rule)
-        at = stop
+    """The routes by which classes come into their domains, cut where granules allow it."""
+    entries = find_entries(classes, topology)
+    supply = balance_entries(entries, topology, cut_nbytes=cut_nbytes)
+    forests: dict[int, Forest] = {}
+    for entry, suppliers, stripes in zip(entries, supply.suppliers, supply.stripes, strict=True):
+        if entry.needers not in forests:
+            forests[entry.needers] = Forest(entry)
+        string = ClassString(classes[entry.route_class], patterns, specs)
+        shared = max(map(len, stripes)) > 1
+        slack = min(entry.nbytes // 256, max(entry.nbytes // 2048, cut_nbytes))
+        at = 0
+        for _, stop, sender, other, takers in parts_of(entry, suppliers, stripes):
+            stop = string.floor(stop, slack)
+            if stop <= at:
+                continue
+            edges, relays = forests[entry.needers].tree(sender, other, takers)
+            rule: Rule = "relayed" if relays else "striped" if shared else "direct"
+            yield Route(entry.route_class, at, stop, edges, rule)
+            at = stop
 
 
 def _serve_directly(
     classes: Sequence[RouteClass],
     patterns: Sequence[Pattern],
     specs: Sequence[TensorSpec],
-    *,
+    wanted: Sequence[Wanted],
     cut_nbytes: int,
-) -> tuple[Route, ...]:
-    """Serve every rank of every class's audience from its holders, the busiest holder as little as possible.
+) -> Iterator[tuple[int, int, int, tuple[tuple[int, int], ...]]]:
+    """Serve every receiver from holders, the busiest holder as little as possible: (class, start, stop, edges).
 
     Classes with equal holders are laid out as one line, receiver by receiver, and the line is cut at the holders'
     shares: so that most receivers have one sender for a class, and few ranks have many peers.
-
-    Args:
-        classes: The route classes of the model.
-        patterns: What their parts refer to.
-        specs: The tensors in plan order.
-        cut_nbytes: No cut leaves less than this of a receiver's string; smaller strings go whole.
     """
-    routes = list(_local_routes(classes))
     groups: dict[tuple[int, ...], list[tuple[int, tuple[int, ...]]]] = {}
-    for at, cls in enumerate(classes):
-        receivers = ranks_of(cls.audience & ~cls.holders)
-        if receivers:
-            groups.setdefault(ranks_of(cls.holders), []).append((at, receivers))
+    for one in wanted:
+        if one.receivers:
+            groups.setdefault(ranks_of(one.holders), []).append((one.route_class, ranks_of(one.receivers)))
     shares = share_out(
         {holders: sum(classes[at].nbytes * len(to) for at, to in members) for holders, members in groups.items()}
     )
     for holders, members in groups.items():
         for at, start, stop, sender, to in _deal(classes, patterns, specs, members, shares[holders], cut_nbytes):
-            rule: Rule = "direct" if classes[at].audience == classes[at].needers else "whole"
-            edges = tuple((holders[sender], receiver) for receiver in to)
-            routes.append(Route(at, start, stop, edges, rule))
-    return tuple(sorted(routes))
+            yield at, start, stop, tuple((holders[sender], receiver) for receiver in to)
 
 
 def _local_routes(classes: Sequence[RouteClass]) -> Iterator[Route]:
@@ -167,14 +174,14 @@ def _deal(
     holder = 0
     for at, receivers in members:
         nbytes = classes[at].nbytes
-        string: ByteString | None = None
+        string: ClassString | None = None
         whole: dict[int, list[int]] = {}
         for receiver in receivers:
             done = 0
             while holder < len(ends) - 1 and ends[holder] < line + nbytes:
                 cut = ends[holder] - line
                 if cut >= cut_nbytes and nbytes - cut >= cut_nbytes:
-                    string = string or ByteString(classes[at].items(patterns), specs)
+                    string = string or ClassString(classes[at], patterns, specs)
                     cut = string.floor(cut, slack=nbytes // 256)
                 elif 2 * cut < nbytes:
                     cut = 0

@@ -7,73 +7,83 @@ needers of its domain.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from bisect import bisect_right
+from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.plan.entries import Entry
+    from reshard.plan.portions import Portion, Suppliers
 
 Edges = tuple[tuple[int, int], ...]
 
 
 def parts_of(
-    entry: Entry, suppliers: Sequence[tuple[int, int]], stripes: Sequence[Sequence[tuple[int, int]]]
-) -> Iterator[tuple[int, int, list[int], list[int]]]:
+    entry: Entry, suppliers: Suppliers, stripes: Sequence[Sequence[Portion]]
+) -> Iterator[tuple[int, int, int, int, list[int]]]:
     """Cut a class's string where suppliers or stripes change.
 
     Args:
         entry: The class and its domains.
-        suppliers: (rank, bytes), holders first, in sum the bytes times the number of domains.
+        suppliers: Who sends its first copy, and who the others.
         stripes: For each domain (rank, bytes) along the string.
 
     Yields:
-        (start, stop, the supplying ranks with repeats, the rank of each domain that takes this part in).
+        (start, stop, who sends the first copy, who the others, the rank of each domain that takes this part in).
     """
-    length = entry.nbytes
-    line: list[tuple[int, int]] = []  # (end on the line, rank)
-    at = 0
-    for rank, nbytes in suppliers:
-        at += nbytes
-        line.append((at, rank))
-    cuts = {0, length} | {end % length for end, _ in line}
-    ends: list[list[tuple[int, int]]] = []
-    for row in stripes:
-        at, marks = 0, []
-        for rank, nbytes in row:
-            at += nbytes
-            marks.append((at, rank))
-        ends.append(marks)
-        cuts |= {mark for mark, _ in marks}
-    ordered = sorted(cuts)
-    for start, stop in pairwise(ordered):
-        supplying = [_at(line, start + copy * length) for copy in range(len(entry.domains))]
-        yield start, stop, supplying, [_at(marks, start) for marks in ends]
+    first, others = suppliers
+    senders = _ends(first, 1)
+    others_of = _ends(others, len(entry.domains) - 1) if others else senders
+    takers = [row[0][0] for row in stripes]
+    shared = {at: _ends(row, 1) for at, row in enumerate(stripes) if len(row) > 1}
+    cuts = sorted({0, *(end for row in (senders, others_of, *shared.values()) for end, _ in row)})
+    for start, stop in pairwise(cuts):
+        for at, row in shared.items():
+            takers[at] = _at(row, start)
+        yield start, stop, _at(senders, start), _at(others_of, start), list(takers)
 
 
-def _at(line: Sequence[tuple[int, int]], offset: int) -> int:
-    return next(rank for end, rank in line if offset < end)
+def _at(row: Sequence[tuple[int, int]], offset: int) -> int:
+    return row[bisect_right(row, offset, key=itemgetter(0))][1]
 
 
-def tree(entry: Entry, supplying: Sequence[int], takers: Sequence[int]) -> tuple[Edges, bool]:
-    """The edges of one part, in an order in which the bytes can move, and whether any domain relays.
+def _ends(portions: Sequence[Portion], copies: int) -> list[tuple[int, int]]:
+    """Where along the string each rank's portion ends, when it is for so many copies of it."""
+    ends = accumulate(nbytes for _, nbytes in portions)
+    return [(end // copies, rank) for end, (rank, _) in zip(ends, portions, strict=True)]
 
-    Domains whose ranks supply are attached first: each of them brings as many places as it takes away later, and there
-    is always a place left, since the first supplier is a holder.
-    """
-    home = {rank: at for at, (_, needers) in enumerate(entry.domains) for rank in needers}
-    ready = [rank for rank in supplying if rank not in home]
-    waiting: dict[int, list[int]] = {}
-    for rank in supplying:
-        if rank in home:
-            waiting.setdefault(home[rank], []).append(rank)
-    order = sorted(range(len(entry.domains)), key=lambda at: (at not in waiting, -len(waiting.get(at, ())), at))
-    edges: list[tuple[int, int]] = []
-    for at in order:
-        sender, taker = ready.pop(0), takers[at]
-        edges.append((sender, taker))
-        _, needers = entry.domains[at]
-        edges.extend((taker, needer) for needer in needers if needer != taker)
-        ready.extend(waiting.get(at, ()))
-    return tuple(edges), bool(waiting)
+
+class Forest:
+    """Makes the trees of entries that are brought to the same needers."""
+
+    def __init__(self, entry: Entry) -> None:
+        self._domains = entry.domains
+        self._home = {rank: at for at, (_, needers) in enumerate(entry.domains) for rank in needers}
+        self._inside: dict[int, Edges] = {}
+
+    def tree(self, sender: int, other: int, takers: Sequence[int]) -> tuple[Edges, bool]:
+        """The edges of one part, in an order in which the bytes can move, and whether a domain relays it.
+
+        Args:
+            sender: The holder that sends the first copy.
+            other: The rank that sends the others: it relays where it is in a domain that the part is brought into.
+            takers: The rank of each domain that takes this part in.
+        """
+        relay = self._home.get(other)
+        order = list(range(len(takers)))
+        if relay:
+            order[0], order[relay] = relay, 0
+        edges: list[tuple[int, int]] = []
+        for at in order:
+            edges.append((other if edges else sender, takers[at]))
+            edges += self._hand_on(takers[at])
+        return tuple(edges), relay is not None and len(takers) > 1
+
+    def _hand_on(self, taker: int) -> Edges:
+        if taker not in self._inside:
+            _, needers = self._domains[self._home[taker]]
+            self._inside[taker] = tuple((taker, needer) for needer in needers if needer != taker)
+        return self._inside[taker]
