@@ -22,7 +22,11 @@ VERBS = {
     "plan": "Plan the way from one world's layout to another's.",
     "explain": "One tensor or one rank: who sends what to whom, and why.",
     "check": "Prove a plan.",
+    "diff": "Two saved plans: what changed, in bytes and routes.",
+    "report": "A plan, or a trace of it, as one HTML page.",
+    "models": "Public models that are known by name, with their sizes.",
     "bench": "Measure strategies on this machine.",
+    "status": "A running session, from any shell: who serves what, and who waits for whom.",
     "doctor": "What this machine can do, and what to fix.",
 }
 

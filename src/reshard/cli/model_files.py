@@ -1,21 +1,25 @@
-"""Names and shapes of a model's tensors, from the headers of its safetensors files; no weight is read.
+"""A model as the command line names it: one of the catalogue, the headers of safetensors files, or a ``config.json``.
 
-A header is 8 bytes that say its length and then JSON: ``{"name": {"dtype": "BF16", "shape": [8, 8], ...}, ...}``. A
-JSON file of that form stands for a model too, so that a plan needs no checkpoint.
+No weight is read. A header is 8 bytes that say its length and then JSON: ``{"name": {"dtype": "BF16", "shape": [8, 8],
+...}, ...}``. A JSON file of that form stands for a model too, so that a plan needs no checkpoint; so does a
+``config.json`` of a family that is known.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ConfigError, LayoutError, ManifestError
 from reshard.layouts.piece import TensorSpec
+from reshard.models.catalogue import CATALOGUE, STACKED, find_model
+from reshard.models.families import model_from_config, state_space_of
+from reshard.models.model import Heads, Model
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
-    from pathlib import Path
 
 _MOST_HEADER_NBYTES = 100_000_000  # the format's own limit
 _DTYPES = {
@@ -39,29 +43,24 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Heads:
-    """How many query and KV heads a layer has."""
+def read_model(text: str) -> Model:
+    """The model that a path or a name of the catalogue means; a path counts where there is one.
 
-    query: int
-    kv: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """The tensors of a model, and its heads where a ``config.json`` lies beside them."""
-
-    tensors: tuple[TensorSpec, ...]
-    heads: Heads | None
-
-
-def read_model(path: Path) -> ModelFiles:
-    """Read a folder with safetensors files, one such file, or a JSON file of names, dtypes and shapes.
+    The path may be a folder with safetensors files or a ``config.json``, one such file, or a JSON file of names, dtypes
+    and shapes.
 
     Raises:
-        ConfigError: Nothing of the kind is there.
+        ConfigError: Nothing of the kind is there, or the config's family is unknown.
         ManifestError: A file is not of its format, or two files have a tensor of the same name.
     """
+    path = Path(text)
+    if not path.exists() and (text.removesuffix(STACKED) in CATALOGUE or _is_name(text)):
+        return find_model(text)
+    beside = (path if path.is_dir() else path.parent) / "config.json"
+    config = _config(beside) if beside.is_file() else None
+    stands_alone = path.is_dir() and not any(path.glob("*.safetensors*"))
+    if config is not None and "model_type" in config and (stands_alone or path == beside):
+        return model_from_config(config, name=text)
     specs: dict[str, TensorSpec] = {}
     for file in _files(path):
         for spec in _read_file(file):
@@ -70,7 +69,24 @@ def read_model(path: Path) -> ModelFiles:
             specs[spec.name] = spec
     if not specs:
         raise ManifestError(f"{path} holds no tensor.")
-    return ModelFiles(tuple(specs.values()), _heads((path if path.is_dir() else path.parent) / "config.json"))
+    model = Model.from_specs(text, specs.values())
+    return model if config is None else _with_config(model, config, beside)
+
+
+def _is_name(text: str) -> bool:
+    """Whether a text that is no path looks like a name of the catalogue: no separator, no file's ending."""
+    return "/" not in text and not text.endswith((".json", ".safetensors"))
+
+
+def _with_config(model: Model, config: Mapping[str, Any], path: Path) -> Model:
+    facts = config.get("text_config", config)
+    try:
+        query = facts.get("num_attention_heads")
+        heads = None if query is None else Heads(int(query), int(facts.get("num_key_value_heads") or query))
+        is_tied = bool(facts.get("tie_word_embeddings", model.is_tied))
+        return replace(model, heads=heads, state_space=state_space_of(facts), is_tied=is_tied)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ManifestError(f"{path} is not a readable config: {error!r}.") from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -85,8 +101,8 @@ def _files(path: Path) -> list[Path]:
     found = sorted(path.glob("*.safetensors")) if path.is_dir() else []
     if not found:
         raise ConfigError(
-            f"--model {path}: there is no safetensors file. Give a folder with some, one file, or a JSON file "
-            f'{{"name": {{"dtype": "BF16", "shape": [8, 8]}}}}.'
+            f"--model {path}: there is no safetensors file. Give a folder with some or with a config.json, one file, a "
+            f'JSON file {{"name": {{"dtype": "BF16", "shape": [8, 8]}}}}, or a name that \'reshard models\' lists.'
         )
     return found
 
@@ -122,13 +138,11 @@ def _spec(path: Path, name: str, dtype: object, shape: Any) -> TensorSpec:
         raise ManifestError(f"{name!r} in {path}: {error.message}", tensor=name) from error
 
 
-def _heads(config: Path) -> Heads | None:
-    if not config.is_file():
-        return None
+def _config(path: Path) -> Mapping[str, Any]:
     try:
-        facts: Mapping[str, Any] = json.loads(config.read_text("utf-8"))
-        facts = facts.get("text_config", facts)
-        query = facts.get("num_attention_heads")
-        return None if query is None else Heads(int(query), int(facts.get("num_key_value_heads") or query))
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ManifestError(f"{config} is not a readable config: {error!r}.") from error
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ManifestError(f"{path} is not a readable config: {error!r}.") from error
+    if not isinstance(config, dict):
+        raise ManifestError(f"{path} is not a readable config: it is no object.")
+    return config

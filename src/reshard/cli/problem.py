@@ -12,10 +12,12 @@ import click
 
 from reshard.cli.cluster_text import read_topology
 from reshard.cli.model_files import read_model
-from reshard.cli.shorthand import WorldText, one_tensor, parse_shape, place, whole_model
+from reshard.cli.shorthand import WorldText, number_worlds, one_tensor, parallelism_of, parse_shape
 from reshard.errors import ConfigError, ManifestError, PlanError, ReshardError
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.placement import SPLITS, Split
+from reshard.models.parallelism import describe
+from reshard.models.worlds import manifest_of
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 
 if TYPE_CHECKING:
@@ -82,10 +84,10 @@ _OPTIONS = (
     click.option("--rule", type=click.Choice(SPLITS), help="How sizes that do not divide are cut.  [default: ceil]"),
     click.option(
         "--model",
-        metavar="PATH",
-        type=click.Path(path_type=Path),
-        help="A whole model: a folder with safetensors files, one such file, or a JSON file of names and shapes; both "
-        "sides are shorthands such as 'fsdp8' and 'tp4 dp2'.",
+        metavar="MODEL",
+        help="A whole model: a name that 'reshard models' lists (deepseek-v3), a folder with safetensors files or a "
+        "config.json, one such file, or a JSON file of names and shapes; both sides are shorthands such as "
+        "'ep16 pp4 dp2' and 'tp8 dp16'.",
     ),
     click.option("--same-ranks", is_flag=True, help="The destination's ranks are the source's; else they follow."),
     click.option(
@@ -112,7 +114,7 @@ def read_problem(
     shape: str | None,
     dtype: str | None,
     rule: str | None,
-    model: Path | None,
+    model: str | None,
     same_ranks: bool,
     cluster: str | None,
     saved: str | None,
@@ -140,31 +142,40 @@ def _read_sides(
     shape: str | None,
     dtype: str | None,
     rule: str | None,
-    model: Path | None,
+    model: str | None,
     same_ranks: bool,
 ) -> Problem:
     if source is None or not destinations:
         raise click.UsageError(FORMS)
     if shape is None and model is None:
         return _from_files(source, destinations, same_ranks)
-    here, there = WorldText.parse(source), [WorldText.parse(text) for text in destinations]
-    held, wanted = place(here, there, same_ranks=same_ranks)
+    worlds = [WorldText.parse(text) for text in (source, *destinations)]
     if shape is not None:
         size, name, split = parse_shape(shape), dtype or "bfloat16", cast("Split", rule or "ceil")
-        return Problem(
-            one_tensor(here, held, size, name, split),
-            tuple(one_tensor(world, mesh, size, name, split) for world, mesh in zip(there, wanted, strict=True)),
-        )
+        firsts = number_worlds(worlds, [world.size for world in worlds], same_ranks=same_ranks)
+        sides = [
+            one_tensor(world, world.mesh(first), size, name, split) for world, first in zip(worlds, firsts, strict=True)
+        ]
+        return Problem(sides[0], tuple(sides[1:]))
     assert model is not None
-    files = read_model(model)
-    both = Problem(
-        whole_model(here, held, files),
-        tuple(whole_model(world, mesh, files) for world, mesh in zip(there, wanted, strict=True)),
-    )
-    if files.heads is None and any(dict(world.axes).get("tp", 1) > 1 for world in (here, *there)):
-        remark = f"No config.json beside {model}: tp cuts q, k and v into equal rows, wherever their heads begin."
-        return Problem(both.source, both.destinations, None, (remark,))
-    return both
+    return _whole_model(worlds, model, same_ranks)
+
+
+def _whole_model(worlds: list[WorldText], name: str, same_ranks: bool) -> Problem:
+    model = read_model(name)
+    spread = [parallelism_of(world, is_source=at == 0) for at, world in enumerate(worlds)]
+    for world, side in zip(worlds, spread, strict=True):
+        if side.ep > 1 and not model.experts:
+            raise ConfigError(f"{world.text!r}: {name} has no experts, so nothing is spread by ep. Leave it out.")
+    firsts = number_worlds(worlds, [side.size for side in spread], same_ranks=same_ranks)
+    sides = [manifest_of(model, side, first=first) for side, first in zip(spread, firsts, strict=True)]
+    remarks = [
+        f"{world.text}: {describe(side, model.layers, model.experts)}"
+        for world, side in zip(worlds, spread, strict=True)
+    ]
+    if model.heads is None and any(side.tp > 1 for side in spread):
+        remarks.append(f"No config.json beside {name}: tp cuts q, k and v into equal rows, wherever their heads begin.")
+    return Problem(sides[0], tuple(sides[1:]), None, tuple(remarks))
 
 
 def _refuse_mixed(
@@ -173,7 +184,7 @@ def _refuse_mixed(
     shape: str | None,
     dtype: str | None,
     rule: str | None,
-    model: Path | None,
+    model: str | None,
     same_ranks: bool,
     saved: str | None,
 ) -> None:
@@ -191,9 +202,17 @@ def _from_files(source: str, destinations: tuple[str, ...], same_ranks: bool) ->
     if same_ranks:
         raise click.UsageError("--same-ranks is for shorthands; manifests of the same processes name the same world.")
     for text in (source, *destinations):
-        if "=" in text and not Path(text).exists():
+        if not Path(text).exists() and _is_shorthand(text):
             raise click.UsageError(f"{text!r} is no file. A shorthand needs --shape or --model too.")
     return Problem(read_manifest(source), tuple(read_manifest(path) for path in destinations))
+
+
+def _is_shorthand(text: str) -> bool:
+    try:
+        WorldText.parse(text)
+    except ConfigError:
+        return "=" in text
+    return True
 
 
 def read_json(path: str) -> Any:

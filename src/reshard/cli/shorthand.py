@@ -7,8 +7,9 @@ For one tensor, the mesh axes with their sizes and, in brackets, what splits eac
     fsdp=2 tp=2 [tp+fsdp, -]     rows cut by tp, each part cut again by fsdp
     fsdp=2 tp=2 [fsdp/2]         rows cut into 2 runs, each run by fsdp (a strided shard)
 
-For a whole model, only the axes: ``fsdp8``, ``tp4 dp2``. Which dim ``tp`` splits then follows from the name that a
-tensor has in a Hugging Face checkpoint of a dense Llama-like model.
+For a whole model, only the axes: ``fsdp8``, ``tp4 dp2``, ``ep16 pp4 dp2``; what they split follows from what a tensor
+is for. A word may say whose rules count: ``megatron`` (of a source, if nothing is said), ``vllm`` (of a destination)
+or ``fsdp`` (where an axis is called so); ``round_robin`` deals the experts out in turn.
 """
 
 from __future__ import annotations
@@ -18,20 +19,19 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.errors import ConfigError, LayoutError
+from reshard.errors import ConfigError
 from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.placement import Split, Step, Steps, Strided
+from reshard.models.parallelism import EXPERT_ORDERS, STYLES, Parallelism, Style
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from reshard.cli.model_files import ModelFiles
-    from reshard.layouts.piece import TensorSpec
-
 _WORLD = re.compile(r"(?P<axes>[^\[\]@]*)(?:\[(?P<entries>[^\[\]]*)\])?\s*(?:@\s*(?P<start>[0-9]+))?\s*")
 _AXIS = re.compile(r"([A-Za-z_]+)=?([0-9]+)")
+_WORDS = (*STYLES, *EXPERT_ORDERS)
 _STEP = re.compile(r"([A-Za-z_]+)(?:/([0-9]+))?")
 
 EXAMPLE = "Write the axes with their sizes and what splits each dim, as in 'dp=2 tp=4 [-, tp]'."
@@ -39,12 +39,13 @@ EXAMPLE = "Write the axes with their sizes and what splits each dim, as in 'dp=2
 
 @dataclass(frozen=True, slots=True)
 class WorldText:
-    """A world as written: axes, per dim the steps that split it (None where no bracket was given), first rank."""
+    """A world as written: axes, per dim what splits it (None where no bracket was given), first rank, words."""
 
     text: str
     axes: tuple[tuple[str, int], ...]
     entries: tuple[Steps, ...] | None
     start: int | None
+    words: tuple[str, ...] = ()
 
     @property
     def size(self) -> int:
@@ -63,11 +64,13 @@ class WorldText:
         match = _WORLD.fullmatch(text)
         if match is None:
             raise ConfigError(f"{text!r} is not a world. {EXAMPLE}", value=text)
-        axes = tuple(_axis(word, text) for word in match["axes"].replace(",", " ").split())
+        parts = match["axes"].replace(",", " ").split()
+        words = tuple(part for part in parts if part in _WORDS)
+        axes = tuple(_axis(part, text) for part in parts if part not in _WORDS)
         if not axes:
             raise ConfigError(f"{text!r} names no mesh axis. {EXAMPLE}", value=text)
         entries = None if match["entries"] is None else _entries(match["entries"], text)
-        return cls(text, axes, entries, None if match["start"] is None else int(match["start"]))
+        return cls(text, axes, entries, None if match["start"] is None else int(match["start"]), words)
 
     def mesh(self, start: int) -> Mesh:
         """The ranks from ``start`` on (or from where the text says) on these axes."""
@@ -104,20 +107,20 @@ def _steps(entry: str, text: str) -> Steps:
     return tuple(steps)
 
 
-def place(source: WorldText, destinations: Sequence[WorldText], *, same_ranks: bool) -> tuple[Mesh, list[Mesh]]:
-    """Number the ranks: the source from 0, each destination after the one before, or where its text says.
+def number_worlds(worlds: Sequence[WorldText], sizes: Sequence[int], *, same_ranks: bool) -> list[int]:
+    """The first rank of each world: the source's is 0, each other follows the one before, or is where its text says.
 
     Args:
-        source: The source world.
-        destinations: One or more.
+        worlds: The source, then one destination or more.
+        sizes: How many ranks each has.
         same_ranks: The first destination starts where the source does: the same processes.
     """
-    held = source.mesh(0)
-    meshes, free = [], held.ranks[0] if same_ranks else held.ranks[-1] + 1
-    for world in destinations:
-        meshes.append(world.mesh(free))
-        free = meshes[-1].ranks[-1] + 1
-    return held, meshes
+    firsts: list[int] = []
+    free = 0
+    for world, size in zip(worlds, sizes, strict=True):
+        firsts.append(free if world.start is None else world.start)
+        free = firsts[0] if same_ranks and len(firsts) == 1 else firsts[-1] + size
+    return firsts
 
 
 def parse_shape(text: str) -> tuple[int, ...]:
@@ -146,6 +149,10 @@ def one_tensor(world: WorldText, mesh: Mesh, shape: tuple[int, ...], dtype: str,
     Raises:
         LayoutError: The placement does not fit the shape or names an axis that the mesh lacks.
     """
+    if world.words:
+        raise ConfigError(
+            f"{world.text!r}: {world.words[0]!r} is for whole models (--model). {EXAMPLE}", value=world.text
+        )
     if world.entries is None and len(world.axes) and world.size > 1:
         raise ConfigError(
             f"{world.text!r} does not say what its axes split. Add the dims in brackets: "
@@ -157,89 +164,26 @@ def one_tensor(world: WorldText, mesh: Mesh, shape: tuple[int, ...], dtype: str,
 
 # -- whole models --------------------------------------------------------------------------------------------------
 
-_MODEL_AXES = ("dp", "fsdp", "tp")  # outermost first: ranks of one tp group follow one another
 
-# By name: the dim that tp splits, or None for a replica on each tp rank.
-_TP_DIMS: tuple[tuple[str, int | None], ...] = (
-    (r"self_attn\.[qkv]_proj\.(weight|bias)", 0),
-    (r"mlp\.(gate|up)_proj\.(weight|bias)", 0),
-    (r"self_attn\.o_proj\.weight", 1),
-    (r"mlp\.down_proj\.weight", 1),
-    (r"(self_attn\.o_proj|mlp\.down_proj)\.bias", None),
-    (r"(\w*norm|self_attn\.[qk]_norm)\.(weight|bias)", None),
-    (r"(self_attn\.)?rotary_emb\.inv_freq", None),
-    (r"(embed_tokens|lm_head)\.weight", 0),
-)
-_IN_LAYER = r"(?:model\.|language_model\.)*(?:layers\.[0-9]+\.)?"
-
-
-def _tp_dim(spec: TensorSpec, world: WorldText) -> int | None:
-    for pattern, dim in _TP_DIMS:
-        if re.fullmatch(_IN_LAYER + pattern, spec.name):
-            return dim if dim is None or dim < len(spec.shape) else None
-    raise LayoutError(
-        f"{spec.name!r} {list(spec.shape)}: {world.text!r} does not say how tp splits it, since it is not the name of "
-        f"a tensor in a dense Llama-like model (q_proj, gate_proj, down_proj, norm, embed_tokens and so on). Give the "
-        f"side as a manifest (Manifest.to_json), or leave tp out.",
-        tensor=spec.name,
-    )
-
-
-def whole_model(world: WorldText, mesh: Mesh, model: ModelFiles) -> Manifest:
-    """The manifest of a model under a shorthand of the axes ``dp``, ``fsdp`` and ``tp``.
-
-    ``tp`` splits by name (columns, rows, vocabulary), then ``fsdp`` splits what is left of dim 0 by torch's ceil rule;
-    ``dp`` repeats.
+def parallelism_of(world: WorldText, *, is_source: bool) -> Parallelism:
+    """What the axes of a whole model mean: by the word that was given, else fsdp, else the side's usual style.
 
     Raises:
-        ConfigError: Another axis, or brackets.
-        LayoutError: A tensor whose name says nothing, or heads that ``tp`` does not divide.
+        ConfigError: Brackets, an axis given twice or unknown, sizes or words that do not go together.
     """
     if world.entries is not None:
-        raise ConfigError(f"{world.text!r}: the dims of a model follow from its names; leave the brackets out.")
-    unknown = [name for name, _ in world.axes if name not in _MODEL_AXES]
-    if unknown:
         raise ConfigError(
-            f"{world.text!r}: {unknown[0]!r} is not an axis of a model. Known: fsdp and tp split it, dp repeats it.",
-            value=world.text,
+            f"{world.text!r}: the dims of a model follow from its names; leave the brackets out.", value=world.text
         )
-    # Built first in the order in which the axes were written, so that an axis given twice is refused.
-    sizes = dict(mesh.axes)
-    ordered = Mesh(((name, sizes[name]) for name in _MODEL_AXES if name in sizes), mesh.ranks)
-    layouts = {
-        spec.name: Layout(
-            spec.shape, spec.dtype, ordered, _placement(spec, world, sizes, model), "ceil", name=spec.name
-        )
-        for spec in model.tensors
-    }
-    return Manifest.from_layouts(layouts)
-
-
-def _placement(spec: TensorSpec, world: WorldText, sizes: dict[str, int], model: ModelFiles) -> list[Steps]:
-    steps: list[list[Step]] = [[] for _ in spec.shape]
-    tp = sizes.get("tp", 1)
-    dim = _tp_dim(spec, world) if tp > 1 else None
-    if dim is not None:
-        _check_tp(spec, dim, tp, model)
-        steps[dim].append("tp")
-    if steps and "fsdp" in sizes:
-        steps[0].append("fsdp")
-    return [tuple(entry) for entry in steps]
-
-
-def _check_tp(spec: TensorSpec, dim: int, tp: int, model: ModelFiles) -> None:
-    """Refuse what an engine would do otherwise: split a head, copy a KV head to several ranks, split unevenly."""
-    if re.search(r"(embed_tokens|lm_head)\.weight", spec.name):
-        return  # rows of the vocabulary may be uneven
-    parts, what = spec.shape[dim], "rows" if dim == 0 else "columns"
-    if model.heads is not None and "self_attn" in spec.name:
-        is_kv = re.search(r"\.[kv]_proj\.", spec.name) is not None
-        parts, what = (model.heads.kv, "KV heads") if is_kv else (model.heads.query, "query heads")
-    if parts % tp:
-        raise LayoutError(
-            f"{spec.name!r}: it has {parts} {what} and tp is {tp}. This shorthand gives every tp rank as many, and "
-            f"copies no head to several ranks. Use a tp that divides {parts}, or give this side as a manifest "
-            f"(Manifest.to_json).",
-            tensor=spec.name,
-            dim=dim,
-        )
+    sizes = dict(world.axes)
+    if len(sizes) != len(world.axes):
+        raise ConfigError(f"{world.text!r} gives an axis twice.", value=world.text)
+    styles: list[Style] = [style for style in STYLES if style in world.words]
+    orders = [word for word in world.words if word in EXPERT_ORDERS]
+    if len(styles) > 1 or len(orders) > 1:
+        raise ConfigError(f"{world.text!r} gives {' and '.join(world.words)}; give one of them.", value=world.text)
+    usual: Style = "fsdp" if {"fsdp", "hsdp"} & set(sizes) else "megatron" if is_source else "vllm"
+    try:
+        return Parallelism.from_sizes(styles[0] if styles else usual, sizes, orders[0] if orders else "linear")
+    except ConfigError as error:
+        raise ConfigError(f"{world.text!r}: {error.message}", value=world.text) from error
