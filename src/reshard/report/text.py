@@ -68,18 +68,19 @@ class Totals:
         return asdict(self)
 
 
-def total(plan: Plan, *, staging_nbytes: int) -> Totals:
+def total(plan: Plan, *, staging_nbytes: int, proof: Proof | None = None) -> Totals:
     """Prove a plan, put it in order, and add it up.
 
     Args:
         plan: The plan.
         staging_nbytes: The most staging memory a rank may use.
+        proof: The plan's, where it has been made already.
 
     Raises:
         ProofError: The plan does not deliver every wanted byte exactly once.
         ScheduleError: Its buckets do not fit into the staging memory.
     """
-    proof = plan.proof()
+    proof = proof or plan.proof()
     schedule = plan_schedule(plan, staging_nbytes=staging_nbytes)
     return Totals(
         strategy=plan.strategy,

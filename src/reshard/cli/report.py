@@ -1,0 +1,104 @@
+"""``reshard report``: a plan, and a trace of it where there is one, as one HTML file to look at and to send on."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.output import emit_json, json_option, size
+from reshard.cli.problem import MALFORMED, problem_options, read_json, read_problem
+from reshard.errors import ConfigError, ProofError
+from reshard.plan.plan import STRATEGIES
+from reshard.report.html import make_page, render_page
+from reshard.schedule.trace import Trace
+from reshard.units import format_nbytes
+
+if TYPE_CHECKING:
+    from reshard.plan.plan import Plan
+
+EXIT_NO = 1
+
+
+@click.command(
+    epilog="Example: reshard report --shape 8x8 --source 'fsdp=2 [fsdp, -]' --destination 'tp=4 [-, tp]' -o page.html"
+)
+@problem_options
+@click.option("--strategy", type=click.Choice(STRATEGIES), help="Of the plan that is shown.  [default: reshard]")
+@click.option("--alone", is_flag=True, help="Leave out the other strategies, which are planned for comparison.")
+@click.option("--tensor", "tensors", metavar="NAME", multiple=True, help="Draw this tensor; several for several.")
+@click.option("--trace", "trace_file", metavar="FILE", help="What moved when, as a timeline; '-' is stdin.")
+@click.option("--staging", type=size, help="Show rounds too, with at most this much staging memory a rank.")
+@click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="'-' is stdout.")
+@json_option
+def report(
+    strategy: str | None,
+    alone: bool,
+    tensors: tuple[str, ...],
+    trace_file: str | None,
+    staging: int | None,
+    output: str,
+    as_json: bool,
+    **problem: Any,
+) -> None:
+    """Write a plan as one self-contained HTML page.
+
+    It shows both layouts over some tensors, who sends to whom, ports against the bound, strategies side by side, and a
+    searchable table of tensors; with --trace a timeline by rank. The page needs no network, and is readable in print
+    and without scripts. Without --tensor one tensor of each of the kinds that weigh most is drawn.
+
+    What is planned is said as for 'reshard plan'; --plan takes a saved plan. Exit code 1 if it cannot be proved.
+    """
+    if output == "-" and as_json:
+        raise click.UsageError("--json and '--output -' both write to stdout; choose one.")
+    asked = read_problem(**problem)
+    asked.remark()
+    plan = asked.plan(strategy)
+    trace = None if trace_file is None else read_trace(trace_file, plan)
+    others = [] if alone else [asked.plan(name) for name in STRATEGIES if name != plan.strategy]
+    try:
+        page = make_page(plan, others=others, tensors=tensors, trace=trace, staging_nbytes=staging)
+    except ProofError as error:
+        click.echo(f"not proven: {error}", err=True)
+        raise click.exceptions.Exit(EXIT_NO) from None
+    text = render_page(page)
+    nbytes = len(text.encode())
+    _write(text, output)
+    if as_json:
+        drawn = [figure.name for figure in page.figures]
+        emit_json({"digest": plan.digest, "nbytes": nbytes, "output": output, "tensors_drawn": drawn})
+    elif output != "-":
+        click.echo(f"{output}: {format_nbytes(nbytes)}, open it in a browser")
+
+
+def read_trace(path: str, plan: Plan) -> Trace:
+    """Read a trace that ``Trace.to_json`` wrote.
+
+    Raises:
+        ConfigError: The file cannot be read, it is not a trace, or it is the trace of another plan.
+    """
+    data = read_json(path)
+    called = "stdin" if path == "-" else path
+    try:
+        trace = Trace.from_json(data)
+    except MALFORMED as error:
+        raise ConfigError(f"{called} is not a trace (Trace.to_json): {error}.") from error
+    if trace.plan_digest not in (None, plan.digest):
+        raise ConfigError(
+            f"{called} is the trace of plan {str(trace.plan_digest)[:16]}, and this is plan {plan.digest[:16]}. Give "
+            f"the plan that was followed: --plan FILE.",
+            plan=plan.digest,
+        )
+    return trace
+
+
+def _write(text: str, output: str) -> None:
+    if output == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(output).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error
