@@ -35,7 +35,10 @@ STANDS_ON = {
     "testing": "cli",  # everything; and nothing but tests imports it
 }
 PURE = ("errors", "version", "units", "layouts", "topology", "models", "plan", "schedule", "simulate", "report")
-REFIT_WITH_TORCH = tuple(f"refit/{name}.py" for name in ("agreement", "collective", "compiled", "group", "runner"))
+REFIT_WITH_TORCH = tuple(
+    f"refit/{name}.py"
+    for name in ("agreement", "collective", "compiled", "fingerprints", "group", "landing", "session", "store")
+)
 TORCH = ("transports", *REFIT_WITH_TORCH, "integrations", "demo", "bench", "cli", "testing")
 NO_NUMPY = ("errors.py", "units.py", "layouts", "topology")
 

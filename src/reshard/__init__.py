@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from reshard.plan.plan import Plan, plan_refit
     from reshard.refit.collective import reshard, xferdtensor
     from reshard.refit.compiled import CompiledRefit, RunReport, compile_refit
+    from reshard.refit.report import RefitReport
+    from reshard.refit.session import Session, connect
+    from reshard.refit.store import serve_store
     from reshard.schedule.schedule import Schedule, plan_schedule
     from reshard.topology.topology import Topology
     from reshard.transports.shm import share_memory_
@@ -29,15 +32,19 @@ _WHERE = {
     "Mesh": "layouts.mesh",
     "Piece": "layouts.piece",
     "Plan": "plan.plan",
+    "RefitReport": "refit.report",
     "RunReport": "refit.compiled",
     "Schedule": "schedule.schedule",
+    "Session": "refit.session",
     "Strided": "layouts.placement",
     "TensorSpec": "layouts.piece",
     "Topology": "topology.topology",
     "compile_refit": "refit.compiled",
+    "connect": "refit.session",
     "plan_refit": "plan.plan",
     "plan_schedule": "schedule.schedule",
     "reshard": "refit.collective",
+    "serve_store": "refit.store",
     "share_memory_": "transports.shm",
     "xferdtensor": "refit.collective",
 }
@@ -50,16 +57,20 @@ __all__ = [
     "Mesh",
     "Piece",
     "Plan",
+    "RefitReport",
     "RunReport",
     "Schedule",
+    "Session",
     "Strided",
     "TensorSpec",
     "Topology",
     "__version__",
     "compile_refit",
+    "connect",
     "plan_refit",
     "plan_schedule",
     "reshard",
+    "serve_store",
     "share_memory_",
     "xferdtensor",
 ]

@@ -1,0 +1,254 @@
+"""Crashes: a process is killed at every state, on either side; survivors are told in time and refit again.
+
+Real processes; the successor of the dead one is a spare that joins under its world and rank.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+from tests.refit.sessions import Rank, error_of, ranks_of
+
+import reshard
+from reshard.errors import MembershipError, RefitTimeout, ReshardError, TransportError
+from reshard.refit import runner
+from reshard.refit.commands import AWAITED, Command
+from reshard.testing.processes import Died, ProcessPool
+from reshard.transports.shm import ShmTransport
+
+EXPECT = {"trainer": 2, "gen0": 2}
+SPARE = 4
+PATIENCE = timedelta(seconds=3)
+LONG = timedelta(seconds=30)
+IN_A_REFIT = sorted(AWAITED - {Command.MEET}, key=lambda c: c.name)
+
+
+@pytest.fixture(scope="module")
+def pool():
+    with ProcessPool(5) as processes:
+        yield processes
+
+
+def die(*_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def tell(ctx, what):
+    ctx.store.set(what, "yes")
+
+
+def wait_for(ctx, *what):
+    ctx.store.wait(list(what), timedelta(seconds=30))
+
+
+def told_of(me, session, call):
+    """What a survivor sees of a failed call: the error, how long it took, and what its weights are then."""
+    started = time.monotonic()
+    error = error_of(call)
+    return {
+        "error": type(error).__name__,
+        "message": "" if error is None else error.message,
+        "seconds": time.monotonic() - started,
+        "serving": session.serving,
+        "whole": [version for version in (1, 2) if not me.is_source and me.is_version(version)],
+        "is_source": me.is_source,
+    }
+
+
+def _crash(ctx, address, victim, command, commit, inside):
+    torch.set_num_threads(1)
+    survivors = [rank for rank in range(4) if rank != victim]
+    number = victim if ctx.rank == SPARE else ctx.rank
+    me = Rank(*ranks_of(EXPECT, number), 2)
+    if ctx.rank == SPARE:
+        wait_for(ctx, *(f"told {rank}" for rank in survivors))
+        session = me.connect(address, EXPECT, commit=commit, timeout=LONG)
+        me.train(3)
+        report = session.refit(3)
+        assert me.is_version(3)
+        return report.epoch
+    session = me.connect(address, EXPECT, commit=commit, timeout=LONG)
+    me.train(1)
+    session.refit(1)
+    me.train(2)
+    if ctx.rank == victim:
+        if inside:
+            ShmTransport.wait = die
+        else:
+            runner._EFFECTS[command] = die
+    told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
+    tell(ctx, f"told {ctx.rank}")
+    me.train(3)
+    report = session.refit(3, timeout=LONG)
+    assert me.is_version(3)
+    assert not session.serving.torn
+    session.close()
+    return told, report.epoch, os.getpid()
+
+
+def check_crash(results, victim, commit, command):
+    assert isinstance(results[victim], Died)
+    told = {rank: results[rank][0] for rank in range(4) if rank != victim}
+    victims_name = "{} rank {}".format(*ranks_of(EXPECT, victim))
+    for rank, seen in told.items():
+        assert seen["error"] in ("TransportError", "RefitTimeout", "PeerError"), (rank, seen)
+        assert "Session 'default', refit to version 2" in seen["message"]
+        assert seen["seconds"] < PATIENCE.total_seconds() + 2
+        serving = seen["serving"]
+        if seen["is_source"]:
+            continue
+        if serving.torn:
+            assert commit == "in-place", "staged weights are never torn"
+            assert "It serves torn (was version 1)" in seen["message"]
+        else:
+            assert seen["whole"] == [serving.version]
+    assert any(victims_name in seen["message"] for seen in told.values()), told
+    if commit == "staged" and command in (Command.GATHER, Command.PLAN, Command.MOVE, Command.AWAIT_LANDED):
+        assert all(seen["serving"].version == 1 for seen in told.values() if not seen["is_source"])
+    assert {results[rank][1] for rank in told} == {results[SPARE]} == {2}, "one epoch more"
+
+
+@pytest.mark.parametrize("commit", ["staged", "in-place"])
+@pytest.mark.parametrize("victim", [1, 2], ids=["source", "destination"])
+@pytest.mark.parametrize("command", IN_A_REFIT, ids=lambda command: command.name)
+def test_a_process_killed_at_any_state_leaves_survivors_that_know_and_go_on(pool, command, victim, commit):
+    with reshard.serve_store() as store:
+        results = pool.run(_crash, str(store), victim, command, commit, False, timeout=50, may_die={victim})
+    check_crash(results, victim, commit, command)
+
+
+@pytest.mark.parametrize("commit", ["staged", "in-place"])
+@pytest.mark.parametrize("victim", [0, 3], ids=["source", "destination"])
+def test_a_process_killed_inside_the_transfer_likewise(pool, victim, commit):
+    with reshard.serve_store() as store:
+        results = pool.run(_crash, str(store), victim, Command.MOVE, commit, True, timeout=50, may_die={victim})
+    check_crash(results, victim, commit, Command.MOVE)
+
+
+def _trainer_restarts_between_refits(ctx, address):
+    torch.set_num_threads(1)
+    spare = ctx.rank == SPARE
+    me = Rank(*ranks_of(EXPECT, 0 if spare else ctx.rank), 2)
+    if spare:
+        wait_for(ctx, "first is done")
+    session = me.connect(address, EXPECT, timeout=LONG)
+    if not spare:
+        me.train(1)
+        session.refit(1)
+        if ctx.rank == 0:
+            tell(ctx, "first is done")
+            die()
+        wait_for(ctx, "first is done")
+    me.train(2)
+    report = session.refit(2)
+    assert me.is_version(2)
+    return report.epoch
+
+
+def test_a_trainer_that_restarts_between_two_refits_is_met_by_the_next_without_an_error(pool):
+    with reshard.serve_store() as store:
+        epochs = pool.run(_trainer_restarts_between_refits, str(store), timeout=50, may_die={0})
+    assert epochs[1:] == [2, 2, 2, 2]
+
+
+def _store_dies(ctx, port):
+    torch.set_num_threads(1)
+    address = f"tcp://127.0.0.1:{port}"
+    if ctx.rank == SPARE:
+        store = reshard.serve_store(port=port)
+        wait_for(ctx, *(f"first {rank}" for rank in range(4)))
+        tell(ctx, "closing")
+        store.close()
+        tell(ctx, "closed")
+        wait_for(ctx, *(f"told {rank}" for rank in range(4)))
+        with reshard.serve_store(port=port):
+            wait_for(ctx, *(f"second {rank}" for rank in range(4)))
+        return None
+    me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
+    session = me.connect(address, EXPECT, timeout=LONG)
+    me.train(1)
+    session.refit(1)
+    tell(ctx, f"first {ctx.rank}")
+    wait_for(ctx, "closed")
+    me.train(2)
+    told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
+    tell(ctx, f"told {ctx.rank}")
+    session.refit(2, timeout=LONG)
+    assert me.is_version(2)
+    session.close()
+    tell(ctx, f"second {ctx.rank}")
+    return told
+
+
+def test_when_the_store_is_lost_all_are_told_and_go_on_once_it_is_served_again(pool):
+    import socket
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    for told in pool.run(_store_dies, port, timeout=60)[:4]:
+        assert told["error"] == "TransportError"
+        assert "lost the store" in told["message"]
+        assert told["seconds"] < PATIENCE.total_seconds() + 2
+        assert told["is_source"] or told["whole"] == [1] == [told["serving"].version]
+
+
+def _never_calls(ctx, address):
+    torch.set_num_threads(1)
+    me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
+    session = me.connect(address, EXPECT, timeout=LONG)
+    me.train(1)
+    session.refit(1)
+    if ctx.rank == 3:
+        wait_for(ctx, *(f"told {rank}" for rank in range(3)))
+        told = None
+    else:
+        me.train(2)
+        told = told_of(me, session, lambda: session.refit(2, timeout=timedelta(seconds=2)))
+        tell(ctx, f"told {ctx.rank}")
+    me.train(2)
+    session.refit(2)
+    assert me.is_version(2)
+    return told, session.epoch
+
+
+def test_TH_01_a_member_that_does_not_call_is_named_with_session_version_and_phase_and_the_next_call_works(pool):
+    with reshard.serve_store() as store:
+        results = pool.run(_never_calls, str(store), ranks=4, timeout=50)
+    for told, epoch in results[:3]:
+        assert told["error"] == RefitTimeout.__name__
+        for part in ("Session 'default'", "refit to version 2", "gathering", "for gen0 rank 1 to call refit"):
+            assert part in told["message"]
+        assert 2 <= told["seconds"] < 4
+        assert epoch == 2
+
+
+def _comes_too_late(ctx, address, absent):
+    me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
+    if ctx.rank == absent:
+        return None
+    started = time.monotonic()
+    error = error_of(lambda: me.connect(address, EXPECT, timeout=timedelta(seconds=3)))
+    return type(error).__name__, error.message, error.missing, time.monotonic() - started
+
+
+@pytest.mark.parametrize("absent", [0, 3])
+def test_TH_04_a_missing_member_is_named_on_every_side_at_the_deadline(pool, absent):
+    with reshard.serve_store() as store:
+        results = pool.run(_comes_too_late, str(store), absent, ranks=4, timeout=30)
+    name = "{} rank {}".format(*ranks_of(EXPECT, absent))
+    for told in (result for result in results if result is not None):
+        assert told[0] == MembershipError.__name__
+        assert name in told[2]
+        assert told[3] < 5
+    assert all(told[2] == (name,) for told in results if told is not None)
+
+
+def test_errors_of_lost_members_are_transport_errors_or_name_the_missing():
+    assert issubclass(RefitTimeout, TransportError)
+    assert issubclass(MembershipError, ReshardError)
