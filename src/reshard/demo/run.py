@@ -4,8 +4,8 @@
     ------------                                -----------------
     own world: default group, FSDP2 (over TP)   own world: default group, a group for each replica
     model loaded, answers                       poisoned buffers, garbage
-              '------ a group of all ranks, beside the default groups ------'
-                      compile a refit of each strategy
+              '------ a session, and a group of all ranks, beside the default groups ------'
+    offer                                       accept
     refit 1 ----------------------------------> answers, from those very buffers
                       every element compared
                       all strategies and the usual way in turn, poisoned before, checked after
@@ -41,7 +41,8 @@ from reshard.demo.usual_way import FORMS, UsualWay
 from reshard.demo.worlds import DestinationWorld, SourceWorld, check_ranks
 from reshard.errors import EnvironmentNotSupported
 from reshard.layouts.manifest import Manifest
-from reshard.refit.compiled import CompiledRefit, RunReport, compile_refit
+from reshard.refit.compiled import CompiledRefit, compile_refit
+from reshard.refit.session import connect
 from reshard.topology import presets
 from reshard.transports.shm import share_memory_
 from reshard.units import format_seconds
@@ -52,6 +53,8 @@ if TYPE_CHECKING:
     from reshard.demo.checkpoint import Checkpoint
     from reshard.demo.engine import WantedView
     from reshard.demo.trainer import Held, Trainer
+    from reshard.plan.plan import Plan
+    from reshard.refit.report import RefitReport
     from reshard.topology.topology import Topology
 
 STRATEGIES = {
@@ -263,15 +266,28 @@ class _Together:
         self._us = us
         self._trainer, self._engine, self._views = trainer, engine, views
         self._mismatches: list[str] = []
-        self._refits: list[tuple[float, RunReport]] = []
+        self._refits: list[tuple[float, RefitReport]] = []
         self._held = held
         self._src, self._dst = src, dst
         self._group = gloo_group(us.store, "all", us.all_rank, us.story.size, us.timeout)
-        us.say("compiling the refit: manifests, plan, connections", together=True)
-        begun = time.perf_counter()
-        self._reshard = self._compile("reshard")
-        self._compile_seconds = self._slowest(time.perf_counter() - begun)
+        us.say("meeting in a session", together=True)
+        self._session = connect(
+            us.store,
+            role="source" if us.is_source else "destination",
+            world=us.name,
+            rank=us.rank,
+            expect={"source": us.story.source.size, "destination": us.story.destination.size},
+            commit="in-place",  # the demo shows that nobody holds more than its own pieces and some staging
+            timeout=us.timeout,
+        )
+        if trainer is not None:
+            self._session.offer(trainer.model)
+        else:
+            assert dst is not None
+            self._session.accept(dst)
+        self._compile_seconds = 0.0
         self._seconds: dict[str, list[float]] = {}
+        self._plan: Plan
         self._entered: dict[str, int] = {}
         """By strategy: the bytes that this rank took from the other world where each world is a host of its own."""
 
@@ -333,7 +349,9 @@ class _Together:
         us = self._us
         ways: dict[str, Callable[[], object]] = {}
         for name, strategy in STRATEGIES.items():
-            refit = self._reshard if name == "reshard" else self._compile(strategy)
+            refit = self._compile(strategy)
+            if name == "reshard":
+                self._plan = refit.plan
             ways[name] = partial(refit.run, us.timeout)
         store, sources, size = dist.PrefixStore("usual", us.store), us.story.source.size, us.story.size
         usual = UsualWay(store, us.all_rank, sources, size, us.timeout, held=self._held, views=self._views)
@@ -347,7 +365,11 @@ class _Together:
         self._check("after refit 2")
 
     def _refit(self) -> None:
-        seconds, report = self._timed(lambda: self._reshard.run(self._us.timeout))
+        self._group.barrier().wait(self._us.timeout)
+        report = self._session.refit(len(self._refits) + 1)
+        planning = sum(report.phases.get(phase, 0.0) for phase in ("meeting", "planning"))
+        seconds, planned = self._slowest(report.seconds - planning), self._slowest(planning)
+        self._compile_seconds = self._compile_seconds or planned
         self._refits.append((seconds, report))
         self._us.say(f"refit {len(self._refits)} took {format_seconds(seconds)}", together=True)
 
@@ -410,10 +432,9 @@ class _Together:
     # -- what came out ---------------------------------------------------------------------------------------------
 
     def facts(self, holds: int) -> dict[str, Any]:
-        plan = self._reshard.plan
+        plan = self._plan
         me = self._us.all_rank
         report = self._refits[0][1]
-        count = self._us.story.source.size
         return {
             "facts": RankFacts(
                 world=self._us.name,
@@ -422,13 +443,10 @@ class _Together:
                 staging=report.staging_nbytes,
                 sent=plan.sent_nbytes().get(me, 0),
                 received=plan.received_nbytes().get(me, 0),
-                links=tuple(
-                    (f"source {peer}" if peer < count else f"destination {peer - count}", how)
-                    for peer, how in report.links.items()
-                ),
+                links=tuple(report.links.items()),
             ),
             "refits": [seconds for seconds, _ in self._refits],
-            "landed": [report.wire_nbytes for _, report in self._refits],
+            "landed": [report.received_nbytes for _, report in self._refits],
             "seconds": {name: statistics.median(times) for name, times in self._seconds.items()},
             "compile_seconds": self._compile_seconds,
             "entered": self._entered,
