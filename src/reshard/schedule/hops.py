@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from reshard.schedule.rounds import Pair, lower, place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from reshard.topology.topology import Topology
 
@@ -253,27 +253,44 @@ class _Ready:
         if busy_in or busy_out:
             to = _without(to, busy_out, busy_in)
             back_to = _without(back_to, busy_in, busy_out)
-        at = now * _TICKS
         mate: dict[int, int] = {}
         back: dict[int, int] = {}
         most = max(max(self._out.values()), max(self._in.values()))
+        free_from = {receiver: max(now * _TICKS, self._in_busy.get(receiver, 0)) for receiver in back_to}
         for sender in sorted(to, key=lambda s: (s not in self._relayed, -self._out[s], s)):
-            free = [receiver for receiver in to[sender] if receiver not in back]
-            if free:
-                first = self._relayed.get(sender, ())
-                receiver = max(free, key=lambda r: (r in first, -self._idle(sender, r, at), self._in[r], -r))
-                mate[sender], back[receiver] = receiver, sender
+            out = max(now * _TICKS, self._out_busy.get(sender, 0))
+            found = self._best_receiver(sender, to[sender], back, out, free_from)
+            if found is not None:
+                mate[sender], back[found] = found, sender
         for sender in sorted(s for s in to if s not in mate and self._out[s] == most):
             place(sender, to, self._in, mate, back, lambda other: self._out[other] < most)
         for receiver in sorted(r for r in back_to if r not in back and self._in[r] == most):
             place(receiver, back_to, self._out, back, mate, lambda other: self._in[other] < most)
         return [self._take(ends, now) for ends in sorted(mate.items())]
 
-    def _idle(self, sender: int, receiver: int, at: int) -> int:
-        """How long two free ends would have to do nothing, both together, before the next run between them begins."""
-        out, into = max(at, self._out_busy.get(sender, 0)), max(at, self._in_busy.get(receiver, 0))
-        begins = max(out, into, self._queues[sender, receiver][0][2] * _TICKS)
-        return (2 * begins - out - into) // _TICKS
+    def _best_receiver(
+        self, sender: int, receivers: Iterable[int], taken: Mapping[int, int], out: int, free_from: Mapping[int, int]
+    ) -> int | None:
+        """Whom a sender that is free from tick ``out`` on serves: who will relay, then whoever is ready when it is.
+
+        Called millions of times for a large plan, so it is one loop.
+        """
+        best, best_key = None, (False, 0, 0, 0)
+        first, queues, load = self._relayed.get(sender, ()), self._queues, self._in
+        for receiver in receivers:
+            if receiver in taken:
+                continue
+            into = free_from[receiver]
+            begins = queues[sender, receiver][0][2] * _TICKS
+            if begins < into:
+                begins = into
+            if begins < out:
+                begins = out
+            # how long both would have to do nothing, together, until the run between them begins
+            key = (receiver in first, (out + into - 2 * begins) // _TICKS, load[receiver], -receiver)
+            if best is None or key > best_key:
+                best, best_key = receiver, key
+        return best
 
     def _take(self, ends: Pair, now: int) -> tuple[Run, int, int]:
         sender, receiver = ends

@@ -212,7 +212,7 @@ def plan_schedule(
     return Schedule(plan, size, streams, (), tuple(hops))
 
 
-_MOST_HOPS = 250_000
+_MOST_HOPS = 200_000
 """About how many hops are placed one by one, which takes some seconds; of larger plans, runs of buckets are."""
 _MOST_LOCAL_STEPS = 16
 
