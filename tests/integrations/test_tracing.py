@@ -89,6 +89,11 @@ def rows_into_interleaved_groups(b, name, w):
         b["w"][group * 6 : group * 6 + 3].copy_(w[group * 3 : group * 3 + 3])
 
 
+def rows_at_unequal_distances(b, name, w):
+    for block, place in enumerate((0, 3, 8)):
+        b["w"][place : place + 2].copy_(w[2 * block : 2 * block + 2])
+
+
 def experts(b, name, w):
     """Each expert's gate and up into one stack, down transposed into another."""
     index, kind = name.split(".")
@@ -231,6 +236,7 @@ MOVING = [
     (each(megatron_qkv), {"w": (24, 5)}, {"qkv": (24, 5)}, 6),
     (each(into_interleaved_rows), {"gate": (4, 5), "up": (4, 5)}, {"w": (12, 5)}, 2),
     (each(rows_into_interleaved_groups), {"w": (12, 5)}, {"w": (24, 5)}, 1),
+    (each(rows_at_unequal_distances), {"w": (6, 5)}, {"w": (10, 5)}, 2),
     (
         each(experts),
         {f"{i}.{kind}": (5, 4) if kind == "down" else (4, 5) for i in range(3) for kind in ("gate", "up", "down")},
@@ -290,15 +296,6 @@ def test_what_a_loader_only_moves_lands_by_pieces_where_a_real_load_puts_it(case
         assert all((tensor == POISON).all() for tensor in traced.values())
         assert check_trace(trace, lambda w: load(traced, w), traced) == sum(t.numel() for t in real.values())
         assert all((tensor == POISON).all() for tensor in traced.values())
-
-
-def computed(function):
-    def load(b, name, w):
-        b["w"].copy_(function(w) if name == "w" else w)
-        if name == "w":
-            b["v"].copy_(w[:1])
-
-    return load
 
 
 def changes_the_parameter(b, name, w):
@@ -426,6 +423,25 @@ def test_a_loader_that_replaces_the_memory_of_a_parameter_is_followed_and_undone
         check_trace(trace, load, model)
         assert (model.inner.weight == -1).all()
         assert (model.scale == -1).all()
+
+
+def test_what_is_done_to_a_parameter_after_its_memory_was_replaced_is_done_to_the_new_memory():
+    model = Model()
+
+    def load(weights):
+        for _, w in weights:
+            model.scale.data = w.clone()
+            model.scale.data[:2].zero_()
+            model.inner.weight.data = torch.full((2, 2), 3.0)  # a number of the loader's own
+
+    trace = trace_load(load, specs_of({"scale": (3,)}, "float32"), model)
+    assert [(p.piece.box, p.region.offset) for p in trace.pieces] == [(Box((2,), (3,)), 2)]
+    assert {(f.region.buffer, f.region.shape, f.value) for f in trace.fills} == {
+        ("scale", (2,), 0.0),
+        ("tied", (4,), 3.0),
+    }
+    assert check_trace(trace, load, model) == 7
+    assert model.scale.tolist() == [-1.0] * 3
 
 
 def test_two_names_of_one_parameter_are_one_buffer_and_an_alias():
@@ -591,6 +607,32 @@ def test_a_loader_that_a_trace_cannot_see_through_fails_the_check():
     with pytest.raises(VerifyError, match=r"Buffer 'w': 8 of 12 elements differ .* the first at \[0, 0\]"):
         check_trace(trace, load, buffers)
     assert (buffers["w"] == POISON).all()
+
+
+def test_a_write_that_was_not_seen_shows_where_the_buffer_held_the_same_before():
+    buffers = {"w": torch.zeros(4, 2, dtype=torch.int64)}
+
+    def load(weights):
+        for _, w in weights:
+            buffers["w"][:2].copy_(w)
+            if not w.is_meta:
+                buffers["w"][2:].zero_()
+
+    trace = trace_load(load, specs_of({"w": (2, 2)}), buffers)
+    with pytest.raises(VerifyError, match=r"4 of 8 elements differ .* the first at \[2, 0\]"):
+        check_trace(trace, load, buffers)
+
+
+def test_an_index_without_values_makes_what_it_selects_opaque():
+    buffers = buffers_of({"w": (2, 4)})
+
+    def load(weights):
+        for _, w in weights:
+            buffers["w"].copy_(w[torch.arange(2, device=w.device)])
+
+    trace = trace_load(load, specs_of({"w": (3, 4)}), buffers)
+    assert [one.reason for one in trace.opaque] == ["aten.index.Tensor computes with it"]
+    assert check_trace(trace, load, buffers) == 0
 
 
 def test_memory_that_lies_otherwise_than_when_it_was_traced_is_refused():

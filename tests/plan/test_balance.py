@@ -10,7 +10,7 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 from scipy.sparse.csgraph import maximum_flow
 
-from reshard.plan.balance import share_out
+from reshard.plan.balance import PortFlow, deal, share_out
 
 
 def random_demands(seed):
@@ -89,3 +89,34 @@ def test_equal_demands_in_another_order_give_equal_shares():
     backwards = dict(reversed(list(demands.items())))
     assert share_out(backwards) == share_out(demands)
     assert list(share_out(backwards)) == list(backwards)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_pool_of_ports_carries_what_its_ports_would_carry_listed_one_by_one(seed):
+    dice = random.Random(seed)
+    rates = {port: dice.choice((1, 2, 7)) for port in range(dice.randint(2, 8))}
+    pools = {-1 - at: dice.sample(sorted(rates), dice.randint(1, len(rates))) for at in range(dice.randint(1, 3))}
+    demands = []
+    for _ in range(dice.randint(1, 6)):
+        own = dice.sample(sorted(rates), dice.randint(1, 2))
+        demands.append((dice.randint(0, 1000), (*own, *dice.sample(sorted(pools), dice.randint(0, 1)))))
+    listed = [(n, sorted({p for at in places for p in pools.get(at, [at])})) for n, places in demands]
+    seconds = PortFlow.least_seconds(demands, rates, pools)
+    assert seconds == PortFlow.least_seconds(listed, rates)
+    flow = PortFlow(demands, rates, seconds, pools)
+    assert flow.run() == sum(nbytes for nbytes, _ in demands)
+    load = dict.fromkeys(rates, 0)
+    for at in range(len(demands)):
+        for place, nbytes in flow.share(at).items():
+            if place >= 0:
+                load[place] += nbytes
+    for pool in pools:
+        for port, nbytes in flow.share_of_pool(pool).items():
+            load[port] += nbytes
+    assert sum(load.values()) == sum(nbytes for nbytes, _ in demands)
+    assert all(nbytes <= np.ceil(float(rates[port] * seconds) + 1e-9) for port, nbytes in load.items())
+
+
+def test_most_amounts_are_dealt_from_one_place():
+    dealt = deal([4, 4, 0, 4, 4], {7: 9, 8: 0, 9: 7})
+    assert dealt == [{7: 4}, {7: 4}, {}, {7: 1, 9: 3}, {9: 4}]

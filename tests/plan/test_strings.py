@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from itertools import pairwise
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.plan.worlds import random_refit
 
 from reshard.layouts.box import Box
 from reshard.layouts.piece import TensorSpec
+from reshard.plan.plan import plan_refit
 from reshard.plan.strings import ByteString
 from reshard.testing.strategies import boxes, shapes
 
@@ -105,3 +108,28 @@ def test_blocks_of_several_rows_are_cut_only_between_rows_of_blocks(granule, off
 def test_blocks_inside_a_row_are_cut_inside_the_row():
     string = ByteString([(0, Box((0, 0), (8, 10)))], [TensorSpec("w", (8, 10), "uint8", (1, 5))])
     assert string.floor(47) == 45
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_string_of_a_class_is_that_of_its_items_wherever_it_is_asked(seed):
+    src, dst, topology = random_refit(seed)
+    plan = plan_refit(src, dst, topology)
+    dice = random.Random(seed)
+    for at, cls in enumerate(plan.classes):
+        listed = ByteString(
+            sorted(
+                ((t, box) for p, boxes in cls.parts for t in plan.patterns[p].tensors for box in boxes),
+                key=lambda item: (item[0], item[1].start),
+            ),
+            plan.specs,
+        )
+        string = plan.string(at)
+        assert list(string.items) == listed.items
+        assert string.nbytes == listed.nbytes == cls.nbytes
+        cuts = {0, cls.nbytes}
+        for _ in range(20):
+            offset, slack = dice.randrange(cls.nbytes + 1), dice.choice((0, 1, 64, 4096))
+            assert string.floor(offset, slack) == listed.floor(offset, slack)
+            cuts.add(string.floor(offset, slack))
+        for lo, hi in pairwise(sorted(cuts)):
+            assert string.between(lo, hi) == listed.between(lo, hi)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
-
 from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
 pytestmark = [
@@ -31,8 +29,12 @@ def engine(monkeypatch):
     started = []
 
     def start(folder):
+        import torch
+
         from vllm import LLM
 
+        if torch.cpu._is_amx_tile_supported():
+            torch.cpu._init_amx()  # a process has to ask for the tile registers, and nothing else did
         llm = LLM(
             str(folder),
             skip_tokenizer_init=True,
@@ -82,4 +84,3 @@ def test_a_live_model_is_traced_and_checked_and_then_answers_as_before(config, c
     assert {n: (t.data_ptr(), tuple(t.shape)) for n, t in model.named_parameters(remove_duplicate=False)} == was
     assert answer(llm) == before
     assert trace_model(model, specs) == trace  # again, and with the same result
-    assert os.getpid()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
 from reshard.errors import ConfigError, EnvironmentNotSupported
 from reshard.layouts.box import Box
 from reshard.plan.plan import plan_refit
-
-from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),

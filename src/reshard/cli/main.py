@@ -23,6 +23,7 @@ VERBS = {
     "explain": "One tensor or one rank: who sends what to whom, and why.",
     "check": "Prove a plan.",
     "diff": "Two saved plans: what changed, in bytes and routes.",
+    "simulate": "What a refit would take on hardware that is not here, by strategy.",
     "report": "A plan, or a trace of it, as one HTML page.",
     "models": "Public models that are known by name, with their sizes.",
     "bench": "Measure strategies on this machine.",

@@ -129,15 +129,14 @@ def _place(
         placed = [(buffer, place) for buffer, many in places.items() for place in coalesce(many)]
     except TooIrregularError:
         return "it is moved in a pattern of too many parts"
-    if sum(place.box.numel for _, place in placed) != _numel_covered(spec, [p for _, p in placed]):
+    if sum(place.box.numel for _, place in placed) != _numel_covered([p for _, p in placed]):
         return "the loader reads windows of it that overlap"
     pieces = [TracedPiece(Piece(spec.name, place.box), _region_of_box(buffer, place)) for buffer, place in placed]
     return pieces, copies
 
 
-def _numel_covered(spec: TensorSpec, places: Sequence[Placed]) -> int:
+def _numel_covered(places: Sequence[Placed]) -> int:
     """Elements of a tensor in at least one of the boxes."""
-    del spec
     boxes = sorted(place.box for place in places)
     numel = 0
     for index, box in enumerate(boxes):

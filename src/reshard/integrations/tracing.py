@@ -46,6 +46,9 @@ def trace_load(
 ) -> LoadTrace:
     """Trace one load of one rank.
 
+    A trace sees what the loader does in the thread that calls it, and believes what it sees: ``check_trace`` holds it
+    against a real load, and is to be called before a trace is trusted.
+
     Args:
         load: The loader; it is called once, and once more for each tensor whose values it asks for.
         checkpoint: Names, shapes and dtypes, in the order in which they are to be loaded.

@@ -4,7 +4,7 @@ A route class is one such string over the whole model, and so is what one stream
 that shares are exact whatever the number of tensors. Cuts prefer the ends of boxes and of rows, as far as a slack
 allows, since a cut inside a row makes three boxes of one.
 
-A class's string is not listed box by box to find a place in it (a large model's classes have some hundred thousand boxes
+A class's string is not listed box by box to find a place in it (those of a large model have some hundred thousand boxes
 in sum): all tensors of a pattern have the same boxes and so the same size.
 """
 

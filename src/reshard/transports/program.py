@@ -74,9 +74,11 @@ class _Send:
     pack: Copies | None
     """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
 
-    round: int
+    due: When
+    """Its round and step."""
+
     when: When
-    """When it is posted, which may be before its round."""
+    """When it is posted, which may be before that."""
 
     forwards: bool = False
 
@@ -92,8 +94,9 @@ class _Receive:
     regions: list[tuple[Box, int, Region]]
     """(outer box, its offset in the bucket, where a part of it goes): what unpacking writes."""
 
-    round: int
     when: When
+    """Its round and step."""
+
     after: When = (-1, 0)
     """When its slot is needed last by what landed there before; it may be posted in any later step."""
     shown: dict[int, Copies] = field(default_factory=dict)
@@ -222,11 +225,10 @@ class Program:
         self._verify: Verify = verify
         self._device = device
         self._in_batches = any(link.transport.groups_posts for link in links.values())
-        self._early_rounds = 0 if self._in_batches else min(schedule.early_rounds, schedule.size.depth - 1)
+        self._early_rounds = 0 if self._in_batches else schedule.early_rounds
         self._lands_whole = self.plan.strategy == "gather-broadcast"
         in_place = _InPlace(self._borrowed, self._lent_to)
         operations = [op for op in schedule.for_rank(rank) if not in_place.covers(op)]
-        operations.sort(key=lambda op: (*self._when(op), op.kind == "recv"))
         self._order: list[_Send | _Receive] = self._compile(operations)
         self._receives = [op for op in self._order if isinstance(op, _Receive)]
         self._copies = self._compile_copies()
@@ -248,37 +250,48 @@ class Program:
         slot = align(self.schedule.size.slot_nbytes)
         return [_Slot(arena, k * slot) for k in range(arena.numel() // slot)]
 
-    def _when(self, op: Operation) -> When:
-        """When an operation is posted: in its round, or earlier where it sends over the network."""
-        return op.round - (self._early_rounds if op.kind == "send" and op.step == 0 else 0), op.step
-
     def _compile(self, operations: Sequence[Operation]) -> list[_Send | _Receive]:
-        order: list[_Send | _Receive] = []
+        """Bind operations to memory, in the order in which they are carried out.
+
+        Some sends are posted before their own round: those over the network that need no packing. Everything that
+        waits for an operation is carried out after that one's own round, and only such waits exist. So of all messages
+        that have not come, the one of the least round and step can always move on, whatever was posted early.
+        """
         last_use = _handed_on(operations)
-        for op in operations:
-            if op.kind == "send":
-                order.append(self._compile_send(op))
-            else:
-                order.append(self._compile_receive(op, last_use.get(_key(op.bucket))))
-        return order
+        receives = {
+            at: self._compile_receive(op, last_use.get(_key(op.bucket)))
+            for at, op in enumerate(operations)
+            if op.kind == "recv"
+        }
+        order: list[_Send | _Receive] = []
+        latest: dict[int, When] = {}
+        for at, op in enumerate(operations):
+            if op.kind == "recv":
+                order.append(receives[at])
+                continue
+            send = self._compile_send(op)
+            if send.slot is None or send.slot not in self._send_slots:  # nothing to wait for
+                early = op.round - (self._early_rounds if op.step == 0 else 0), op.step
+                send.when = max(early, latest.get(op.peer, early))  # the order within a pair stays
+            latest[op.peer] = send.when
+            order.append(send)
+        return sorted(order, key=lambda op: (op.when, isinstance(op, _Receive)))
 
     def _compile_send(self, op: Operation) -> _Send:
         """Send from where the bytes are: the weights, the slot in which they came, or a slot they are packed into."""
-        bucket, link, when = op.bucket, self._links[op.peer], self._when(op)
+        bucket, link, due = op.bucket, self._links[op.peer], (op.round, op.step)
         slot = self._landed.get(_key(bucket)) if op.forwarded else None
         if slot is not None:
-            return _Send(
-                op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, op.round, when, True
-            )
+            return _Send(op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, due, due, True)
         memory = self._dst if op.forwarded else self._src
         if link.transport.sends_from == "anywhere":
             run = merged_run(self._one_region_an_item(bucket, memory))
             if run is not None:
-                return _Send(op.peer, link, run, bucket, None, None, op.round, when, op.forwarded)
+                return _Send(op.peer, link, run, bucket, None, None, due, due, op.forwarded)
         slot, packed = self._slot_to_pack(bucket)
         payload = self._slot_memory(slot, bucket.nbytes)
         pack = None if packed else self._pack_views(bucket, slot, memory)
-        return _Send(op.peer, link, payload, bucket, slot, pack, op.round, when, op.forwarded)
+        return _Send(op.peer, link, payload, bucket, slot, pack, due, due, op.forwarded)
 
     def _slot_to_pack(self, bucket: Bucket) -> tuple[_Slot, bool]:
         """A slot for a bucket, the least recently used; or the one that holds it still."""
@@ -331,7 +344,7 @@ class Program:
     def _compile_receive(self, op: Operation, last_use: When | None) -> _Receive:
         bucket, link = op.bucket, self._links[op.peer]
         placed = self._placed(bucket, self._dst)
-        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, op.round, self._when(op))
+        receive = _Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, (op.round, op.step))
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
         run = merged_run([region for _, _, region in placed]) if complete else None
         if last_use is not None and self._hold(receive, last_use):
@@ -490,7 +503,7 @@ class Program:
         ahead = max(1, self.schedule.size.depth)
         tickets: dict[int, Ticket] = {}
         posted = done = 0
-        open_sends: deque[tuple[Transport, Ticket]] = deque()
+        open_sends: deque[tuple[_Send, Ticket]] = deque()
         for op in self._order:
             while posted < len(self._receives) and posted < done + ahead:
                 receive = self._receives[posted]
@@ -501,15 +514,19 @@ class Program:
                 posted += 1
             if isinstance(op, _Send):
                 self._pack(op, deadline)
-                if self._early_rounds and len(open_sends) == self.schedule.size.depth:
-                    transport, ticket = open_sends.popleft()
-                    transport.wait(ticket, deadline)
-                open_sends.append(self._post(op))
+                while (
+                    self._early_rounds
+                    and len(open_sends) >= self.schedule.size.depth
+                    and open_sends[0][0].due < op.when  # never for what is not due yet: its receiver may need this rank
+                ):
+                    sent, ticket = open_sends.popleft()
+                    sent.link.transport.wait(ticket, deadline)
+                open_sends.append((op, self._post(op)[1]))
             else:
                 self._finish(op, tickets.pop(done), deadline)
                 done += 1
-        for transport, ticket in open_sends:
-            transport.wait(ticket, deadline)
+        for sent, ticket in open_sends:
+            sent.link.transport.wait(ticket, deadline)
 
     def _pack(self, op: _Send, deadline: Deadline) -> None:
         """Fill the operation's slot, once what was sent from it before has left."""
@@ -555,7 +572,7 @@ class Program:
             tensor = self.plan.specs[op.bucket.items[0][0]].name
             where = (
                 f"It was {doing} bucket {op.bucket.index} of stream {op.bucket.stream}, which begins with {tensor!r}, "
-                f"in round {op.round + 1} of {self.schedule.rounds}."
+                f"in round {(op.due if isinstance(op, _Send) else op.when)[0] + 1} of {self.schedule.rounds}."
             )
             raise type(error)(f"{error.message} {where}", **{**error.facts, "tensor": tensor}) from error
 

@@ -1,0 +1,172 @@
+"""``reshard simulate``: what a refit would cost on hardware that is not here, by strategy, beside the bound."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.cli.output import emit_json, json_option, size
+from reshard.cli.problem import problem_options, read_problem
+from reshard.cli.published_rows import describe_rows, published_rows
+from reshard.errors import ConfigError
+from reshard.plan.plan import STRATEGIES
+from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
+from reshard.simulate.costs import PRESETS, costs_for
+from reshard.simulate.predict import predict
+from reshard.units import format_nbytes, format_seconds
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from reshard.schedule.trace import Trace
+    from reshard.simulate.costs import Costs
+    from reshard.simulate.predict import Mode, Prediction
+
+
+@click.command(
+    epilog="Example: reshard simulate --model qwen3-235b-a22b --source 'tp2 cp2 ep16 pp4' --destination 'tp8 dp8' "
+    "--cluster gb200-nvl72"
+)
+@problem_options
+@click.option("--strategy", type=click.Choice((*STRATEGIES, "all")), help="Which to simulate.  [default: all]")
+@click.option(
+    "--staging",
+    type=size,
+    default=format_nbytes(DEFAULT_STAGING_NBYTES).replace(" ", ""),
+    show_default=True,
+    help="The most staging memory a rank may use.",
+)
+@click.option("--bucket", type=size, help="How large buckets are.  [default: chosen from --staging]")
+@click.option(
+    "--costs",
+    "preset",
+    type=click.Choice(sorted(PRESETS)),
+    help="Of copies and messages.  [default: those of --cluster]",
+)
+@click.option("--copy-rate", type=size, metavar="SIZE", help="Bytes that a rank packs or unpacks in a second (10GB).")
+@click.option("--message-seconds", type=float, help="What a message costs each end beside its bytes.")
+@click.option("--latency-seconds", type=float, help="Of a message over the network.")
+@click.option(
+    "--mode",
+    type=click.Choice(("events", "totals")),
+    help="Every message, or what the busiest ends have to do.  [default: events where messages are few]",
+)
+@click.option("--step-seconds", type=float, help="Say what share of a training step of this length the refit takes.")
+@click.option("--trace", "trace_file", metavar="FILE", help="Write what moves when, for 'reshard report --trace'.")
+@click.option("--published", is_flag=True, help="The refits that others have published, beside what is predicted.")
+@json_option
+def simulate(
+    strategy: str | None,
+    staging: int,
+    bucket: int | None,
+    preset: str | None,
+    copy_rate: int | None,
+    message_seconds: float | None,
+    latency_seconds: float | None,
+    mode: Mode | None,
+    step_seconds: float | None,
+    trace_file: str | None,
+    published: bool,
+    as_json: bool,
+    **problem: Any,
+) -> None:
+    """Predict how long a refit takes, by strategy, and what the bound is.
+
+    Small plans are simulated message by message; of large ones, the work of the busiest port, fast link and rank is
+    added up (the column 'mode' says which). Nothing is fitted: rates are those of data sheets, and each can be given.
+
+    What is to be planned is said as for 'reshard plan'. With --published nothing else is asked: the refits that others
+    have published are planned and predicted, and their figures stand beside ours.
+    """
+    if published:
+        _refuse_problem(problem)
+        rows = published_rows()
+        if as_json:
+            emit_json({"rows": rows})
+        else:
+            click.echo(describe_rows(rows))
+        return
+    if step_seconds is not None and not step_seconds > 0:
+        raise click.UsageError("--step-seconds is a length of time; give more than 0.")
+    names = STRATEGIES if strategy in (None, "all") else (strategy,)
+    if trace_file is not None and mode == "totals":
+        raise click.UsageError("--trace needs every message; leave '--mode totals' out.")
+    asked = read_problem(**problem)
+    asked.remark()
+    plans = [asked.plan(name) for name in names]
+    costs = costs_for(preset or plans[0].topology.name)
+    given = {"copy_bytes_per_second": copy_rate, "message_seconds": message_seconds, "latency_seconds": latency_seconds}
+    if any(value is not None for value in given.values()):
+        own = {name: value for name, value in given.items() if value is not None}
+        costs = replace(costs, **own, source=f"{costs.source}; given: {', '.join(sorted(own))}")
+    predictions = [
+        predict(
+            plan,
+            costs,
+            staging_nbytes=staging,
+            bucket_nbytes=bucket,
+            mode="events" if trace_file is not None and at == 0 and mode is None else mode,
+        )
+        for at, plan in enumerate(plans)
+    ]
+    if trace_file is not None:
+        trace = predictions[0].trace
+        assert trace is not None, "every message of the first strategy was simulated"
+        _write(trace, trace_file)
+    if as_json:
+        emit_json(_facts(plans[0].topology.name, predictions, costs, step_seconds))
+    else:
+        click.echo(_table(predictions, step_seconds))
+        click.echo(f"costs: {costs.source}", err=True)
+
+
+def _refuse_problem(problem: dict[str, Any]) -> None:
+    if any(problem.values()):
+        raise click.UsageError("--published plans what was published; leave the other options out.")
+
+
+def _share(prediction: Prediction, step_seconds: float) -> float:
+    """The part of a step's time, the refit's own included, that is the refit's."""
+    return prediction.seconds / (prediction.seconds + step_seconds)
+
+
+def _facts(cluster: str, predictions: Sequence[Prediction], costs: Costs, step_seconds: float | None) -> dict[str, Any]:
+    rows = [
+        prediction.to_json() | ({} if step_seconds is None else {"share_of_step": _share(prediction, step_seconds)})
+        for prediction in predictions
+    ]
+    return {"cluster": cluster, "costs": costs.source, "step_seconds": step_seconds, "strategies": rows}
+
+
+def _table(predictions: Sequence[Prediction], step_seconds: float | None) -> str:
+    head = ["strategy", "predicted", "bound", "bound/predicted", "on the wire", "busiest", "mode"]
+    rows = [head if step_seconds is None else [*head, f"of {format_seconds(step_seconds)} + refit"]]
+    for prediction in predictions:
+        row = [
+            prediction.strategy,
+            format_seconds(prediction.seconds),
+            format_seconds(prediction.bound_seconds),
+            "-" if prediction.fraction is None else f"{prediction.fraction:.2f}",
+            format_nbytes(prediction.wire_nbytes),
+            prediction.totals.busiest,
+            prediction.mode,
+        ]
+        rows.append(row if step_seconds is None else [*row, f"{_share(prediction, step_seconds):.2%}"])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)
+
+
+def _write(trace: Trace, path: str) -> None:
+    text = json.dumps(trace.to_json()) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error

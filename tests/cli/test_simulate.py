@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from reshard.cli.main import main
+from reshard.cli.published_rows import describe_rows, published_rows
+from reshard.schedule.trace import Trace
+from reshard.simulate.published import PUBLISHED
+
+ASKED = ("--shape", "512x512", "--source", "fsdp=2 [fsdp, -]", "--destination", "tp=4 [-, tp]")
+TWO_HOSTS = (*ASKED, "--cluster", "0-1 / 2-5 @ 2Gbit")
+
+
+def run(*args):
+    return CliRunner().invoke(main, ["simulate", *map(str, args)])
+
+
+def facts(*args):
+    result = run(*args, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_every_strategy_is_predicted_beside_the_bound():
+    rows = facts(*TWO_HOSTS)["strategies"]
+    assert [row["strategy"] for row in rows] == ["reshard", "point-to-point", "gather-broadcast"]
+    assert all(row["mode"] == "events" and row["bound_seconds"] <= row["seconds"] for row in rows)
+    # half a MiB over 250 MB/s; the usual way takes it to each of four ranks
+    assert rows[0]["bound_seconds"] == 512 * 512 * 2 / 250e6
+    assert rows[2]["seconds"] > 3.5 * rows[0]["seconds"]
+    assert rows[0]["fraction_of_bound"] == rows[0]["bound_seconds"] / rows[0]["seconds"]
+
+
+def test_the_share_of_a_training_step_counts_the_refit_into_the_step():
+    (row,) = facts(*TWO_HOSTS, "--strategy", "reshard", "--step-seconds", "0.01")["strategies"]
+    assert row["share_of_step"] == row["seconds"] / (row["seconds"] + 0.01)
+    table = run(*TWO_HOSTS, "--step-seconds", "60")
+    assert table.exit_code == 0, table.output
+    assert "of 60 s + refit" in table.stdout
+    assert run(*TWO_HOSTS, "--step-seconds", "0").exit_code == 2
+
+
+def test_given_costs_replace_those_of_the_preset_and_are_named():
+    slow = facts(*TWO_HOSTS, "--strategy", "reshard", "--latency-seconds", "1")
+    assert slow["strategies"][0]["seconds"] > 1
+    assert slow["costs"].endswith("given: latency_seconds")
+
+
+def test_a_trace_is_what_report_reads(tmp_path):
+    trace, page = tmp_path / "trace.json", tmp_path / "page.html"
+    row = facts(*TWO_HOSTS, "--trace", trace)["strategies"][0]
+    read = Trace.from_json(json.loads(trace.read_text("utf-8")))
+    assert read.seconds == row["seconds"]
+    assert read.origin.startswith("simulated")
+    shown = CliRunner().invoke(main, ["report", *TWO_HOSTS, "--trace", str(trace), "-o", str(page)])
+    assert shown.exit_code == 0, shown.output
+    assert 'id="timeline"' in page.read_text("utf-8")
+
+
+def test_a_trace_of_totals_is_refused():
+    result = run(*TWO_HOSTS, "--mode", "totals", "--trace", "-")
+    assert result.exit_code == 2
+    assert "--trace needs every message" in result.stderr
+
+
+def test_published_asks_for_nothing_else():
+    result = run(*ASKED, "--published")
+    assert result.exit_code == 2
+    assert "leave the other options out" in result.stderr
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Two of the rows; all of them take half a minute."""
+    return published_rows(
+        [refit for refit in PUBLISHED if refit.model in ("qwen3-30b-a3b", "qwen3-32b")],
+    )
+
+
+def test_a_published_row_has_both_times_the_bound_and_the_assumptions(rows):
+    moe = rows[0]
+    # 61 GB to every host of 8 ports of 50 GB/s
+    assert moe["wire_bound_seconds"] == pytest.approx(0.153, abs=0.001)
+    assert moe["wire_bound_seconds"] <= moe["reshard_seconds"] <= moe["point_to_point_seconds"]
+    assert moe["reshard_seconds"] < moe["usual_way_seconds"]
+    assert moe["usual_way_payload_nbytes"] == 2 * moe["one_copy_nbytes"]
+    assert (moe["published"][0]["low_seconds"], moe["published"][0]["high_seconds"]) == (0.74, 1.0)
+    assert moe["assumptions"]
+    json.dumps(rows)
+
+
+def test_a_row_that_differs_by_more_than_twice_says_what_could_explain_it(rows):
+    assert rows[0]["published"][0]["of_predicted"] > 2
+    assert "times what is predicted here" in rows[0]["differs_because"]
+    assert rows[1]["differs_because"] == ""
+
+
+def test_a_row_without_a_published_layout_says_so(rows):
+    assert [row["layout"] for row in rows] == ["published", "not published; a candidate"]
+    text = describe_rows(rows)
+    assert "tp8 dp2 -> tp8 dp2 (not published; a candidate)" in text
+    assert "nothing that we know" in text
