@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.topology.topology import Topology
 
-LAG = 8
+LAG = 16
 """Rounds from a bucket's arrival to the round in which it is sent on over the network. It may be sent before."""
 
 _TICKS = 1 << 10
@@ -201,6 +201,8 @@ class _Ready:
         self._queues: dict[Pair, deque[tuple[Run, int, int, bool]]] = {}
         self._relayed: dict[int, set[int]] = {}
         """By sending end: the ends for which what it sends next will be relayed."""
+        self._waiting: dict[int, int] = {}
+        """By sending end: the buckets that are ready there."""
         self._to: dict[int, set[int]] = {}
         self._from: dict[int, set[int]] = {}
         self._out: dict[int, int] = {}
@@ -230,6 +232,7 @@ class _Ready:
         ends = self._ends(pair)
         queue = self._queues.setdefault(ends, deque())
         queue.append((hop, count, ready, relayed))
+        self._waiting[ends[0]] = self._waiting.get(ends[0], 0) + count
         if relayed and len(queue) == 1:
             self._mark(ends, relayed)
         self._to.setdefault(ends[0], set()).add(ends[1])
@@ -275,8 +278,8 @@ class _Ready:
 
         Called millions of times for a large plan, so it is one loop.
         """
-        best, best_key = None, (False, 0, 0, 0)
-        first, queues, load = self._relayed.get(sender, ()), self._queues, self._in
+        best, best_key = None, (False, 0, 0, 0, 0)
+        first, queues, load, waiting = self._relayed.get(sender, ()), self._queues, self._in, self._waiting
         for receiver in receivers:
             if receiver in taken:
                 continue
@@ -286,8 +289,11 @@ class _Ready:
                 begins = into
             if begins < out:
                 begins = out
-            # how long both would have to do nothing, together, until the run between them begins
-            key = (receiver in first, (out + into - 2 * begins) // _TICKS, load[receiver], -receiver)
+            # less than 0 by how long both would have to do nothing, together, until the run between them begins
+            idle = (out + into - 2 * begins) // _TICKS
+            relays = receiver in first
+            # of those who will relay, the one who has least to go on with
+            key = (relays, idle, -waiting.get(receiver, 0) if relays else 0, load[receiver], -receiver)
             if best is None or key > best_key:
                 best, best_key = receiver, key
         return best
@@ -296,6 +302,7 @@ class _Ready:
         sender, receiver = ends
         queue = self._queues[ends]
         hop, count, ready, relayed = queue.popleft()
+        self._waiting[sender] -= count
         if relayed != bool(queue and queue[0][3]):
             self._mark(ends, not relayed)
         if not queue:

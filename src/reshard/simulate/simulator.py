@@ -1,10 +1,9 @@
 """Simulator: a schedule, a topology and costs -> a trace of what every rank would do when, on a clock of its own.
 
-Each rank is carried out as a transport's program would: copies within the rank, then its operations in the order of
-rounds, with receives posted ahead, and with what it hands on over the network posted some rounds early. A rank does one
-thing at a time: it packs a bucket (once for all its receivers, while a slot holds it), posts it and goes on; or it waits
-for one and unpacks it.
-Meanwhile messages move by themselves:
+Each rank is carried out as a program over a transport would be: copies within the rank, then its operations in the
+order of rounds, with receives posted ahead, and with what it hands on over the network posted some rounds early. A rank
+does one thing at a time: it packs a bucket (once for all its receivers, while a slot holds it), posts it and goes on;
+or it waits for one and unpacks it. Meanwhile messages move by themselves:
 
 - a message departs once both ends have posted it, and its port, or its rank's fast link, has sent what came before;
 - it arrives after the latency, at the rate of the slower end, in turn with what else arrives at that port;
