@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,3 +46,18 @@ def emit_json(value: object) -> None:
 def stderr_console() -> Console:
     """Give a rich console for progress and remarks: on stderr, without colour where NO_COLOR is set."""
     return Console(stderr=True, highlight=False)
+
+
+def write_text(text: str, output: str) -> None:
+    """Write to a file, or to stdout where ``output`` is "-".
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
+    if output == "-":
+        sys.stdout.write(text)
+        return
+    try:
+        Path(output).write_text(text, "utf-8")
+    except OSError as error:
+        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error

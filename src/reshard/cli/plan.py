@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import emit_json, json_option, size
+from reshard.cli.output import emit_json, json_option, size, write_text
 from reshard.cli.problem import problem_options, read_problem
-from reshard.errors import ConfigError, ProofError
+from reshard.errors import ProofError
 from reshard.plan.plan import STRATEGIES
 from reshard.report.text import compare_strategies, describe_plan, total
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
@@ -123,10 +121,4 @@ _OF_THE_FIRST = ("bound_seconds", "busiest_of_bound", "rounds_of_bound", "crossi
 
 def _write(made: Plan, output: str) -> None:
     text = json.dumps(made.to_json(), sort_keys=True, ensure_ascii=False) + "\n"
-    if output == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(output).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error
+    write_text(text, output)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import emit_json, json_option, size
+from reshard.cli.output import emit_json, json_option, size, write_text
 from reshard.cli.problem import MALFORMED, problem_options, read_json, read_problem
 from reshard.errors import ConfigError, ProofError
 from reshard.plan.plan import STRATEGIES
@@ -65,7 +63,7 @@ def report(
         raise click.exceptions.Exit(EXIT_NO) from None
     text = render_page(page)
     nbytes = len(text.encode())
-    _write(text, output)
+    write_text(text, output)
     if as_json:
         drawn = [figure.name for figure in page.figures]
         emit_json({"digest": plan.digest, "nbytes": nbytes, "output": output, "tensors_drawn": drawn})
@@ -92,13 +90,3 @@ def read_trace(path: str, plan: Plan) -> Trace:
             plan=plan.digest,
         )
     return trace
-
-
-def _write(text: str, output: str) -> None:
-    if output == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(output).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{output} cannot be written: {error.strerror}.") from error

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import emit_json, json_option, size
+from reshard.cli.output import emit_json, json_option, size, write_text
 from reshard.cli.problem import problem_options, read_problem
 from reshard.cli.published_rows import describe_rows, published_rows
-from reshard.errors import ConfigError
 from reshard.plan.plan import STRATEGIES
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.simulate.costs import PRESETS, costs_for
@@ -163,10 +160,4 @@ def _table(predictions: Sequence[Prediction], step_seconds: float | None) -> str
 
 def _write(trace: Trace, path: str) -> None:
     text = json.dumps(trace.to_json()) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-        return
-    try:
-        Path(path).write_text(text, "utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be written: {error.strerror}.") from error
+    write_text(text, path)
