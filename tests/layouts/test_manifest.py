@@ -10,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import LayoutError, ManifestError
+from reshard.layouts.bound import refine
 from reshard.layouts.box import Box
+from reshard.layouts.holding import HERE, Entry, Pieces, Rule
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import HERE, Entry, Manifest, Pieces, Rule, merge, refine
+from reshard.layouts.manifest import Manifest
+from reshard.layouts.merge import merge
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.testing.strategies import cases
