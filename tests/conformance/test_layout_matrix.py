@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.conformance.matrix import move_rows, rows, uneven, whole
 
+from reshard.layouts.bound import bind_shards
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import bind_shards
 from reshard.plan.plan import plan_refit
 from reshard.schedule.schedule import plan_schedule
 from reshard.testing.memory_world import run_plan

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.errors import VerifyError
+from reshard.layouts.bound import bind_shards
 from reshard.layouts.box import Box
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import bind_shards
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.plan.plan import plan_refit
@@ -19,7 +19,7 @@ from reshard.testing.oracle import bits, contiguous_memory, dense, local_shard, 
 from reshard.testing.processes import RanksFailed
 from reshard.testing.strategies import DTYPES, memories, partitions, shapes
 from reshard.transports.memory import MemoryTransport
-from reshard.transports.program import Program
+from reshard.transports.checks import Checks
 from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
 
@@ -47,15 +47,15 @@ def run(verify, *, spoil_source=None):
 
 def spoil_landed(monkeypatch, spoil):
     """Change what has landed on rank 3 before it is compared."""
-    compare = Program._compare
+    compare = Checks.compare
 
-    def spoiled(program, deadline):
-        if program.rank == 3:
-            (piece,) = program._dst._by_name["tensor"]
+    def spoiled(checks, deadline):
+        if checks._rank == 3:
+            (piece,) = checks._dst._by_name["tensor"]
             spoil(bits(piece.view))
-        compare(program, deadline)
+        compare(checks, deadline)
 
-    monkeypatch.setattr(Program, "_compare", spoiled)
+    monkeypatch.setattr(Checks, "compare", spoiled)
 
 
 def flip_a_bit(landed):
@@ -114,7 +114,7 @@ def test_what_was_poison_at_the_source_is_no_fault_of_the_way(verify):
 
 
 def test_without_verification_a_flipped_bit_passes(monkeypatch):
-    monkeypatch.setattr(Program, "_compare", None)  # not called at all
+    monkeypatch.setattr(Checks, "compare", None)  # not called at all
     run("none")
 
 
@@ -164,3 +164,45 @@ def test_equal_blocks_at_other_places_have_other_fingerprints():
     top, bottom = Box((0, 0), (4, 4)), Box((4, 0), (8, 4))
     assert sum_of(top, spec, memory, "sum") == sum_of(bottom, spec, memory, "sum")
     assert sum_of(top, spec, memory, "fingerprint") != sum_of(bottom, spec, memory, "fingerprint")
+
+
+@settings(max_examples=200)
+@given(data=st.data())
+def test_the_fingerprints_of_any_boxes_that_make_up_a_tensor_add_up_to_its_own(data):
+    """Rows that cut words in two, strides, several blocks: layouts do not change what a tensor's fingerprint is."""
+    shape = data.draw(shapes(max_dims=3).filter(lambda shape: 0 not in shape))
+    spec = TensorSpec("w", shape, data.draw(st.sampled_from(DTYPES)))
+    whole = {"w": dense(shape, spec.dtype)}
+    pieces = [Piece("w", box) for box in data.draw(partitions(shape))]
+    cut = data.draw(memories(pieces, {"w": spec.dtype}))
+    plain = contiguous_memory([Piece("w", Box.whole(shape))], {"w": spec.dtype})
+    cut.fill(whole)
+    plain.fill(whole)
+    parts = [sum_of(piece.box, spec, cut, "fingerprint") for piece in pieces]
+    assert sum(int(part) for part in parts) % 2**64 == int(sum_of(Box.whole(shape), spec, plain, "fingerprint")) % 2**64
+
+
+@pytest.mark.parametrize("cut", [1, 65536 * 2 - 3, 65536 * 2, 65536 * 2 + 5])
+def test_the_fingerprints_of_parts_of_a_row_of_several_blocks_add_up(cut):
+    shape = (2, 65536 * 4 + 7 * 2)
+    spec = TensorSpec("w", shape, "bfloat16")
+    memory = contiguous_memory([Piece("w", Box.whole(shape))], {"w": "bfloat16"})
+    memory.fill({"w": dense(shape, "bfloat16")})
+    boxes = [Box((0, 0), (2, cut)), Box((0, cut), (1, shape[1])), Box((1, cut), shape)]
+    parts = [int(sum_of(box, spec, memory, "fingerprint")) for box in boxes]
+    assert sum(parts) % 2**64 == int(sum_of(Box.whole(shape), spec, memory, "fingerprint")) % 2**64
+
+
+def test_any_two_elements_that_change_places_are_seen():
+    shape = (3, 6)
+    spec = TensorSpec("w", shape, "uint8")
+    memory = contiguous_memory([Piece("w", Box.whole(shape))], {"w": "uint8"})
+    memory.fill({"w": torch.arange(18, dtype=torch.uint8).reshape(shape)})
+    (buffer,) = memory.buffers
+    before = sum_of(Box.whole(shape), spec, memory, "fingerprint")
+    for a in range(18):
+        for b in range(a):
+            buffer[a], buffer[b] = int(buffer[b]), int(buffer[a])
+            assert sum_of(Box.whole(shape), spec, memory, "fingerprint") != before
+            buffer[a], buffer[b] = int(buffer[b]), int(buffer[a])
+    assert sum_of(Box.whole(shape), spec, memory, "fingerprint") == before

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from reshard.topology.topology import Topology
 
-LAG = 16
+LAG = 8
 """Rounds from a bucket's arrival to the round in which it is sent on over the network. It may be sent before."""
 
 _TICKS = 1 << 10

@@ -8,13 +8,14 @@ from reshard.schedule.schedule import plan_schedule
 from reshard.testing.processes import RankContext, threads
 from reshard.transports.base import Deadline
 from reshard.transports.memory import MemoryTransport
-from reshard.transports.program import Link, Program, staging_need
+from reshard.transports.operations import Link
+from reshard.transports.program import Program, staging_need
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from reshard.layouts.manifest import BoundPiece
+    from reshard.layouts.bound import BoundPiece
     from reshard.plan.plan import Plan
     from reshard.schedule.schedule import Schedule
     from reshard.transports.verify import Verify

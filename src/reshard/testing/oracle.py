@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from reshard.layouts.manifest import BoundPiece, binding_of
+from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.piece import Piece
 
 if TYPE_CHECKING:

@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from hypothesis import strategies as st
 
+from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.box import Box
+from reshard.layouts.holding import Entry, Pieces, Rule
 from reshard.layouts.layout import Layout
-from reshard.layouts.manifest import BoundPiece, Entry, Manifest, Pieces, Rule, binding_of
+from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.layouts.placement import SPLITS, Strided

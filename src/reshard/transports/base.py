@@ -136,6 +136,8 @@ class Transport(ABC):
     """Whether `release` reaches the sender: then a send ticket that is done means that the receiver has read it all."""
     groups_posts: bool = False
     """Whether the posts of a round must be made inside one `batch` (NCCL: single operations would wait in a ring)."""
+    watches: bool = False
+    """Whether `watch` and `landed` work."""
     lends: bool = False
     """Whether `lend` and `borrow` work."""
 
@@ -194,6 +196,25 @@ class Transport(ABC):
             RefitTimeout: The deadline expired; `peer` names who was waited for.
             TransportError: The peer died, closed or aborted, or this transport has been aborted or closed.
         """
+
+    def watch(self, ticket: Ticket, deadline: Deadline) -> None:
+        """Let `landed` tell when a ticket is done. It is not waited for by other means then.
+
+        Raises:
+            TransportError: This transport cannot watch (`watches` says so), or has ended.
+        """
+        raise TransportError(f"Transport {self.name!r} cannot watch messages: wait for each.", rank=self.rank)
+
+    def landed(self, deadline: Deadline) -> list[Ticket]:
+        """Block until a ticket that is watched is done, and return all that are; each is returned once.
+
+        Returns:
+            Tickets; none if the deadline expired before.
+
+        Raises:
+            TransportError: As `wait`.
+        """
+        raise TransportError(f"Transport {self.name!r} cannot watch messages: wait for each.", rank=self.rank)
 
     @abstractmethod
     def release(self, ticket: Ticket) -> None:

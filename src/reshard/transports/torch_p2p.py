@@ -10,7 +10,8 @@ What gloo does, and what follows from it (torch 2.13):
   end is told. Sizes must be agreed by other means before the first byte.
 - A wait that times out closes all pairs of this process, so an expired deadline ends the epoch here and, at once, at
   every peer that waits for this rank. `ProcessGroupGloo.abort()` does nothing, so `abort` makes a receive time out.
-- `Work.is_completed()` can be wrong, so only `Work.wait` is asked.
+- `Work.is_completed()` can be wrong, so only `Work.wait` is asked; to learn which of many messages is done first, a
+  thread for each pair waits.
 - A peer that dies closes its connections: waits for it fail within milliseconds, other pairs go on.
 
 CUDA: **no GPU has run this.** The code follows what torch's own `batch_isend_irecv` does: posts inside `batch` are one
@@ -25,12 +26,14 @@ import contextlib
 import threading
 import time
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import ConfigError, RefitTimeout, TransportError
+from reshard.transports.arrivals import Arrivals
 from reshard.transports.base import Deadline, Ticket, Transport, check_into, check_payload
 
 if TYPE_CHECKING:
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
 _TAG = 7341
 """Keeps our messages apart from others on the same gloo group; the next tag is never sent, see `abort`."""
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo reads 0 as "no timeout"
+_WATCHED_LONGER = timedelta(seconds=5)
 
 
 class _P2PTicket(Ticket):
@@ -84,6 +88,8 @@ class TorchP2PTransport(Transport):
         self._ended: str | None = None
         self._lost_peer: int | None = None
         self._ending = threading.Lock()
+        self.watches = not self._is_cuda
+        self._arrivals: Arrivals[_P2PTicket] = Arrivals()
 
     def why_not(self, peer: int) -> str | None:
         if peer == self.rank:
@@ -165,6 +171,25 @@ class TorchP2PTransport(Transport):
             del self._open[id(ticket)]
         return ticket.shown
 
+    def watch(self, ticket: Ticket, deadline: Deadline) -> None:
+        assert isinstance(ticket, _P2PTicket)
+        assert ticket.work is not None
+        # `landed` looks at the deadline itself; a thread that gave up first would name whoever it waits for
+        last = timedelta(seconds=deadline.remaining()) + _WATCHED_LONGER
+        self._arrivals.watch((ticket.peer, ticket.is_send), ticket, partial(ticket.work.wait, last))
+
+    def landed(self, deadline: Deadline) -> list[Ticket]:
+        self._usable(None)
+        tickets: list[Ticket] = []
+        for ticket, error in self._arrivals.next(deadline.remaining()):
+            if error is not None:
+                self._fail(ticket.peer, repr(ticket), error, deadline)
+            ticket.done = True
+            ticket.work = None
+            del self._open[id(ticket)]
+            tickets.append(ticket)
+        return tickets
+
     def release(self, ticket: Ticket) -> None:
         """Mark the receive as read; nothing travels back, so a sender learns nothing from it."""
         if ticket.is_send or not ticket.done or ticket.released:
@@ -200,6 +225,7 @@ class TorchP2PTransport(Transport):
         with self._ending:
             self._ended = self._ended or "closed"
             self._group = None
+        self._arrivals.close()
         self._arena = None
         self._open.clear()
 

@@ -1,23 +1,29 @@
 """Sums over landed bytes: what a receiver has in its memory against what the sender had in its own.
 
-Both kinds are sums of 64-bit words modulo 2**64 over a box, and depend on the box and its bits alone, not on strides,
-buckets or ranks. ``sum`` adds the words as they are; ``fingerprint`` first mixes each word with its place in the
-global tensor, so that two swapped blocks show.
+Both kinds are sums of words modulo 2**64 over a box, and depend on the box and its bits alone, not on strides, buckets
+or ranks. ``sum`` adds the words as they are. ``fingerprint`` adds each times a number that is drawn from its place in
+the global tensor, so that two swapped blocks show. Its words are cut by the tensor and not by the box, and a box that
+takes a part of a word counts that part: so the fingerprints of any boxes that make up a tensor add up to the tensor's.
+
+The number of a place is ``row(r) * block(c >> 16) * column(c & 0xffff)`` of its row and the word ``c`` in it, all three
+odd: no single change can cancel. As a product it need not be made for every word: a row of 2**16 words or fewer is one
+dot product with the same numbers, which is what makes it cheap.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from math import gcd, prod
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
+from reshard.layouts.box import Box
 from reshard.transports.views import Region, contiguous_strides, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from reshard.layouts.box import Box
     from reshard.layouts.piece import TensorSpec
     from reshard.transports.views import BoundMemory
 
@@ -25,10 +31,13 @@ Verify = Literal["none", "sum", "fingerprint"]
 VERIFY: tuple[Verify, ...] = ("none", "sum", "fingerprint")
 
 _CHUNK_WORDS = 1 << 16
-"""Words mixed at a time: small enough that the temporaries stay in the cache."""
+"""Words taken at a time: small enough that the temporaries stay in the cache."""
 
-_PRIME_PLACE = -7046029254386353131
-_PRIME_MIX = -4417276706812531889
+_BLOCK_BITS = 16
+"""A block of a row is 2**16 words."""
+
+_ROW, _BLOCK, _COLUMN = 0x243F6A8885A308D3, 0x13198A2E03707344, 0x082EFA98EC4E6C89
+"""What a number is drawn for: three starts of the sequence it is drawn from (digits of pi)."""
 
 
 def word_of(box: Box, spec: TensorSpec) -> int:
@@ -42,20 +51,25 @@ def word_of(box: Box, spec: TensorSpec) -> int:
     return gcd(8, *(edge * spec.itemsize for edge in edges))
 
 
-def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, word: int | None = None) -> torch.Tensor:
+def tensor_word(spec: TensorSpec) -> int:
+    """Bytes of the words of a fingerprint: the largest, up to 4, that cuts the tensor's rows evenly.
+
+    Products of words of 4 bytes keep at least 33 bits modulo 2**64 whichever bit of a word has changed.
+    """
+    return gcd(4, (spec.shape[-1] if spec.shape else 1) * spec.itemsize)
+
+
+def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify) -> torch.Tensor:
     """The sum over the elements of ``box`` that lie in ``memory``, an int64 scalar on their device.
 
-    With ``word`` the size of an element the sums of any boxes that make up a tensor add up to the same; without it the
-    words are as large as the box allows, which is faster.
-
     Where the memory's own runs are not whole words (interleaved rows, a box in two pieces), some rows at a time are
-    packed first, so that the words are those of the box.
+    packed first, so that the words are those of the box, or of the tensor.
     """
-    word = word or word_of(box, spec)
+    word = word_of(box, spec) if kind == "sum" else tensor_word(spec)
     regions = list(memory.regions(spec.name, box))
     total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device if regions else None)
     whole_words = all(_fits(region, spec, word) for region in regions)
-    parts = regions if whole_words else (_packed(rows, spec, memory, total.device) for rows in _some_rows(box, spec))
+    parts = regions if whole_words else (_packed(rows, spec, memory, word) for rows in _some_rows(box, spec))
     for region in parts:
         total += _plain_sum(region, word) if kind == "sum" else _mixed_sum(region, spec, word)
     return total
@@ -75,13 +89,25 @@ def _some_rows(box: Box, spec: TensorSpec) -> Iterator[Box]:
         yield from box.linear_range(at, min(at + step, box.numel))
 
 
-def _packed(box: Box, spec: TensorSpec, memory: BoundMemory, device: torch.device) -> Region:
-    """The elements of ``box``, copied into memory of their own in C order."""
-    storage = torch.zeros(box.numel * spec.itemsize, dtype=torch.uint8, device=device).untyped_storage()
-    for region in memory.regions(spec.name, box):
-        mine, packed = region.pair(box, storage, 0)
+def _packed(box: Box, spec: TensorSpec, memory: BoundMemory, word: int) -> Region:
+    """The elements of ``box``, copied into memory of their own in C order, with zeros up to whole words of a row."""
+    regions = list(memory.regions(spec.name, box))
+    wide = _in_whole_words(box, spec, word)
+    device = regions[0].storage.device if regions else None
+    storage = torch.zeros(wide.numel * spec.itemsize, dtype=torch.uint8, device=device).untyped_storage()
+    for region in regions:
+        mine, packed = region.pair(wide, storage, 0)
         packed.copy_(mine)
-    return Region(box, storage, 0, box.shape, contiguous_strides(box.shape), spec.itemsize)
+    return Region(wide, storage, 0, wide.shape, contiguous_strides(wide.shape), spec.itemsize)
+
+
+def _in_whole_words(box: Box, spec: TensorSpec, word: int) -> Box:
+    """The least box around this one whose rows are whole words of the tensor's."""
+    items = word // gcd(word, spec.itemsize)
+    if not box.shape or items == 1:
+        return box
+    start, stop = box.start[-1] // items * items, -(-box.stop[-1] // items) * items
+    return Box((*box.start[:-1], start), (*box.stop[:-1], min(stop, spec.shape[-1])))
 
 
 def _as_rows(region: Region, word: int) -> torch.Tensor | None:
@@ -109,34 +135,68 @@ def _plain_sum(region: Region, word: int) -> torch.Tensor:
 
 
 def _mixed_sum(region: Region, spec: TensorSpec, word: int) -> torch.Tensor:
-    """Sum of mix(place, word): place counts words from the global tensor's origin."""
-    values = _in_words(region, word)
-    device = values.device
-    box = region.box
-    last = (box.stop[-1] - box.start[-1]) * spec.itemsize // word if box.shape else values.numel()
-    rows = values.reshape(-1, max(last, 1)) if values.is_contiguous() else values
-    row_words = spec.shape[-1] * spec.itemsize // word if spec.shape else last
-    starts = _row_starts(box, spec, row_words, word, device)
-    columns = torch.arange(last, dtype=torch.int64, device=device)
-    total = torch.zeros((), dtype=torch.int64, device=device)
-    flat = rows if rows.dim() == 2 and rows.shape[1] == last else values.reshape(-1, last)
-    step = max(1, _CHUNK_WORDS // max(last, 1))
-    for at in range(0, flat.shape[0], step):
-        part = flat[at : at + step].to(torch.int64)
-        place = starts[at : at + step].unsqueeze(1) + columns
-        mixed = place.mul_(_PRIME_PLACE).bitwise_xor_(part)
-        mixed.mul_(_PRIME_MIX)
-        mixed.bitwise_xor_(mixed >> 29)
-        mixed.mul_(_PRIME_PLACE)
-        total += mixed.sum()
+    """The sum of each word times the number of its place."""
+    values, box = _in_words(region, word), region.box
+    first, row_words = 0, values.numel()
+    if box.shape:
+        first = box.start[-1] * spec.itemsize // word
+        row_words = box.shape[-1] * spec.itemsize // word
+    flat = values.reshape(-1, max(row_words, 1))
+    rows = _row_numbers(box, spec, values.device)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for lo, hi in _blocks(first, first + row_words):
+        block = flat[:, lo - first : hi - first]
+        at = lo & (1 << _BLOCK_BITS) - 1
+        columns = _table(_COLUMN, values.device)[at : at + hi - lo]
+        step = max(1, _CHUNK_WORDS // (hi - lo))
+        sums = [_dot(block[at : at + step], columns) for at in range(0, block.shape[0], step)]
+        products = sums[0] if len(sums) == 1 else torch.cat(sums)
+        total += (products * rows).sum() * _block_number(lo >> _BLOCK_BITS, values.device)
     return total
 
 
-def _row_starts(box: Box, spec: TensorSpec, row_words: int, word: int, device: torch.device) -> torch.Tensor:
-    """For each row (last dim) of the box in C order, the place of its first word in the global tensor."""
-    starts = torch.zeros(1, dtype=torch.int64, device=device)
+def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The words ``[start, stop)`` of a row, cut at multiples of a block."""
+    while start < stop:
+        end = min(stop, (start >> _BLOCK_BITS) + 1 << _BLOCK_BITS)
+        yield start, end
+        start = end
+
+
+def _dot(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """For each row its product with ``columns``, modulo 2**64."""
+    wide = rows.to(torch.int64)
+    return wide.mv(columns) if wide.device.type == "cpu" else wide.mul_(columns).sum(1)  # CUDA has no mv of integers
+
+
+def _row_numbers(box: Box, spec: TensorSpec, device: torch.device) -> torch.Tensor:
+    """For each row (last dim) of the box in C order, the number of its place in the global tensor."""
+    if len(box.shape) < 2:
+        return _table(_ROW, device)[:1]
+    if len(box.shape) == 2 and box.stop[0] <= 1 << _BLOCK_BITS:
+        return _table(_ROW, device)[box.start[0] : box.stop[0]]
+    rows = torch.zeros(1, dtype=torch.int64, device=device)
     for dim in range(len(box.shape) - 1):
-        step = prod(spec.shape[dim + 1 : -1]) * row_words
+        step = prod(spec.shape[dim + 1 : -1])
         index = torch.arange(box.start[dim], box.stop[dim], dtype=torch.int64, device=device) * step
-        starts = (starts.unsqueeze(1) + index).reshape(-1)
-    return starts + box.start[-1] * spec.itemsize // word if box.shape else starts
+        rows = (rows.unsqueeze(1) + index).reshape(-1)
+    return _numbers(rows, _ROW)
+
+
+@lru_cache(maxsize=16)
+def _table(purpose: int, device: torch.device) -> torch.Tensor:
+    """The numbers of the first places, which nearly all tensors need: 512 KiB."""
+    return _numbers(torch.arange(1 << _BLOCK_BITS, dtype=torch.int64, device=device), purpose)
+
+
+@lru_cache(maxsize=1024)
+def _block_number(block: int, device: torch.device) -> torch.Tensor:
+    return _numbers(torch.tensor([block], device=device), _BLOCK)[0]
+
+
+def _numbers(places: torch.Tensor, purpose: int) -> torch.Tensor:
+    """An odd number of 64 bits for each place, as if drawn at random (the finalizer of splitmix64)."""
+    mixed = places * -7046029254386353131 + purpose
+    for shift, factor in ((30, -4658895280553007687), (27, -7723592293110705685)):
+        mixed = (mixed ^ (mixed >> shift & (1 << 64 - shift) - 1)) * factor
+    return mixed ^ (mixed >> 31 & (1 << 33) - 1) | 1

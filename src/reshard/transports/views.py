@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from reshard.errors import BindingError
+from reshard.layouts.bound import refine
 from reshard.layouts.box import Box
-from reshard.layouts.manifest import refine
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from reshard.layouts.manifest import BoundPiece
+    from reshard.layouts.bound import BoundPiece
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
