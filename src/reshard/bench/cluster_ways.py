@@ -21,7 +21,7 @@ import torch.distributed as dist
 from reshard.bench.case import WORD
 from reshard.bench.cluster_scenarios import TENSORS, rows_of
 from reshard.bench.operation import Operation
-from reshard.refit.compiled import compile_refit
+from reshard.refit.compile import compile_refit
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 FORMS = ("all_gather", "gather", "own_shards")
 _CHUNK_NBYTES = 8 << 20
-_CHUNKS_UNDER_WAY = 6
+CHUNKS_UNDER_WAY = 6
 _SOCKET_BUFFER_NBYTES = 16 << 20
 
 
@@ -141,7 +141,7 @@ class _Landing:
         self._memory = memory
         self.whole = memory.box.shape[1] == memory.side
         rows = max(hi - lo for lo, hi in (chunk.rows for chunk in chunks))
-        self._buffers = torch.zeros((_CHUNKS_UNDER_WAY if buffers else 0, rows, memory.side), dtype=WORD)
+        self._buffers = torch.zeros((CHUNKS_UNDER_WAY if buffers else 0, rows, memory.side), dtype=WORD)
         self.nbytes = self._buffers.numel() * 2
 
     def own(self, chunk: Chunk) -> torch.Tensor:
@@ -154,8 +154,8 @@ class _Landing:
         return self.own(chunk) if self.whole else self.buffer(at, chunk)
 
     def buffer(self, at: int, chunk: Chunk) -> torch.Tensor:
-        """A buffer; at most ``_CHUNKS_UNDER_WAY`` chunks in order are there at a time."""
-        return self._buffers[at % _CHUNKS_UNDER_WAY, : chunk.rows[1] - chunk.rows[0]]
+        """A buffer; at most ``CHUNKS_UNDER_WAY`` chunks in order are there at a time."""
+        return self._buffers[at % CHUNKS_UNDER_WAY, : chunk.rows[1] - chunk.rows[0]]
 
     def cut_out(self, at: int, chunk: Chunk) -> None:
         """Copy this destination's columns of a chunk to where they belong."""
@@ -215,8 +215,8 @@ class GatherBroadcast(Operation):
     def _receive(self) -> None:
         landing = self._landing
         works: dict[int, dist.Work] = {}
-        for at in range(len(self._chunks) + _CHUNKS_UNDER_WAY):
-            done = at - _CHUNKS_UNDER_WAY
+        for at in range(len(self._chunks) + CHUNKS_UNDER_WAY):
+            done = at - CHUNKS_UNDER_WAY
             if done >= 0:
                 works.pop(done).wait(self._timeout)
                 landing.cut_out(done, self._chunks[done])
@@ -236,12 +236,12 @@ class GatherBroadcast(Operation):
         sending: dict[int, dist.Work] = {}
         posted = 0
         for at, chunk in enumerate(self._chunks):
-            while posted < min(at + _CHUNKS_UNDER_WAY, len(self._chunks)):
+            while posted < min(at + CHUNKS_UNDER_WAY, len(self._chunks)):
                 later = self._chunks[posted]
                 if later.source:
                     assert group is not None
-                    if posted >= _CHUNKS_UNDER_WAY:  # its buffer is that of an earlier chunk
-                        sending.pop(posted - _CHUNKS_UNDER_WAY).wait(self._timeout)
+                    if posted >= CHUNKS_UNDER_WAY:  # its buffer is that of an earlier chunk
+                        sending.pop(posted - CHUNKS_UNDER_WAY).wait(self._timeout)
                     coming[posted] = group.recv([_bytes(landing.buffer(posted, later))], later.source, 0)
                 posted += 1
             if chunk.source:
@@ -257,8 +257,8 @@ class GatherBroadcast(Operation):
         for first in range(0, len(self._chunks), sources):  # chunks of all sources, of equal rows
             turn = self._chunks[first : first + sources]
             for at in range(first, first + sources):
-                if at - _CHUNKS_UNDER_WAY in sending:
-                    sending.pop(at - _CHUNKS_UNDER_WAY).wait(self._timeout)
+                if at - CHUNKS_UNDER_WAY in sending:
+                    sending.pop(at - CHUNKS_UNDER_WAY).wait(self._timeout)
             parts = [_bytes(landing.buffer(first + at, chunk)) for at, chunk in enumerate(turn)]
             group.allgather([parts], [_bytes(landing.own(turn[self._rank]))]).wait(self._timeout)
             if self._rank == 0:
@@ -312,16 +312,16 @@ class HostAware(Operation):
         landing = self._landing
         coming: dict[int, dist.Work] = {}
         going: dict[int, dist.Work] = {}
-        for at in range(len(self._chunks) + _CHUNKS_UNDER_WAY):
-            done = at - _CHUNKS_UNDER_WAY + 1
+        for at in range(len(self._chunks) + CHUNKS_UNDER_WAY):
+            done = at - CHUNKS_UNDER_WAY + 1
             if 0 <= done < len(self._chunks):
                 coming.pop(done).wait(self._timeout)
                 if self._leads and self._inside is not None:
                     going[done] = self._broadcast(self._inside, landing.place(done, self._chunks[done]))
                 landing.cut_out(done, self._chunks[done])
             if at < len(self._chunks):
-                if at - _CHUNKS_UNDER_WAY in going:
-                    going.pop(at - _CHUNKS_UNDER_WAY).wait(self._timeout)
+                if at - CHUNKS_UNDER_WAY in going:
+                    going.pop(at - CHUNKS_UNDER_WAY).wait(self._timeout)
                 chunk = self._chunks[at]
                 group = self._across[chunk.source] if self._leads else self._inside
                 coming[at] = self._broadcast(group, landing.place(at, chunk))

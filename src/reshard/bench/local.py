@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import multiprocessing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +23,14 @@ from reshard.bench.usual_way import FORMS, Groups, UsualWay, UsualWayShm
 from reshard.demo.groups import gloo_group
 from reshard.demo.launch import Job, run_jobs
 from reshard.errors import ConfigError
+from reshard.transports.recorder import trace_of
 from reshard.transports.shm import ShmTransport, share_memory_
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+
+    from reshard.schedule.trace import Trace
+    from reshard.transports.recorder import Row
 
 FULL_SIZE = 8192
 CHUNK_NBYTES = 8 << 20
@@ -49,6 +53,8 @@ class Setup:
     """Shared memory of every source for its tensors, flat words; empty where shared memory is not measured."""
     arenas: tuple[torch.Tensor, ...]
     """Shared memory of every source for the slots of the bare pipeline."""
+    records: bool = False
+    """Whether a refit of the first scenario is run once more for a trace."""
 
 
 def run_local(
@@ -59,6 +65,7 @@ def run_local(
     repeat: int = 7,
     timeout_seconds: float = 600.0,
     progress: Callable[[str], None] = lambda _: None,
+    keep_trace: Callable[[Trace, dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
     """Measure on this machine.
 
@@ -69,6 +76,8 @@ def run_local(
         repeat: Measured runs of every operation.
         timeout_seconds: For all of it.
         progress: Told what is being done.
+        keep_trace: Given the trace of one more run of the first scenario's refit, on gloo where that is measured, and
+            the plan that was followed, as JSON.
 
     Returns:
         For JSON: by scenario the figures of every operation (medians over the runs) and ratios.
@@ -101,16 +110,21 @@ def run_local(
         timedelta(seconds=min(60.0, timeout_seconds)),
         shared,
         arenas,
+        keep_trace is not None,
     )
     jobs = [Job(_label(rank), rank_main, (rank, setup)) for rank in range(SIZE)]
-    told: list[dict[str, dict[str, RankSamples]]] = run_jobs(jobs, timeout=timeout_seconds, progress=progress)
+    told: list[Told] = run_jobs(jobs, timeout=timeout_seconds, progress=progress)
+    if keep_trace is not None:
+        rows = {rank: one.recorded for rank, one in enumerate(told)}
+        origin = f"measured on this machine, {scenarios[0]}, {told[0].recorded_name}"
+        keep_trace(trace_of(rows, origin, told[0].plan["digest"]), told[0].plan)
     return {
         "shape": [size, size],
         "dtype": "bfloat16",
         "repeat": repeat,
         "transports": list(transports),
         "scenarios": {
-            scenario: _report(scenario, size, put_together([samples[scenario] for samples in told]))
+            scenario: _report(scenario, size, put_together([one.samples[scenario] for one in told]))
             for scenario in scenarios
         },
     }
@@ -166,18 +180,38 @@ def _label(rank: int) -> str:
 # -- one rank ----------------------------------------------------------------------------------------------------------
 
 
-def rank_main(say: Callable[..., None], rank: int, setup: Setup) -> dict[str, dict[str, RankSamples]]:
-    """Measure every scenario as one rank; returns samples by scenario and operation."""
+@dataclass
+class Told:
+    """What one rank tells the leader."""
+
+    samples: dict[str, dict[str, RankSamples]] = field(default_factory=dict)
+    """By scenario and operation."""
+    recorded: list[Row] = field(default_factory=list)
+    """What it did in the recorded run, if there was one."""
+    recorded_name: str = ""
+    plan: dict[str, Any] = field(default_factory=dict)
+    """What was followed then, as JSON; of rank 0."""
+
+
+def rank_main(say: Callable[..., None], rank: int, setup: Setup) -> Told:
+    """Measure every scenario as one rank."""
     torch.set_num_threads(1)
     store = dist.TCPStore(setup.host, setup.port, None, is_master=False, timeout=setup.timeout, wait_for_workers=False)
-    found = {}
+    told = Told()
     for scenario in setup.scenarios:
         say(f"{scenario}: connecting", aloud=rank == 0)
         operations = _operations(scenario, rank, setup, dist.PrefixStore(scenario, store))
         say(f"{scenario}: measuring {len(operations)} operations", aloud=rank == 0)
-        found[scenario] = measure(operations, rank, setup.tokens, repeat=setup.repeat)
+        told.samples[scenario] = measure(operations, rank, setup.tokens, repeat=setup.repeat)
+        refits = [operation for operation, _ in operations if isinstance(operation, Refit)]
+        if setup.records and scenario == setup.scenarios[0]:
+            setup.tokens.meet(rank)
+            refit = next((operation for operation in refits if operation.name == "reshard_gloo"), refits[0])
+            told.recorded_name = refit.name
+            told.recorded = refit.recorded_run()
+            told.plan = refit.plan.to_json() if rank == 0 else {}
     setup.tokens.meet(rank)  # nobody closes what others still use
-    return found
+    return told
 
 
 def _operations(scenario: str, rank: int, setup: Setup, store: dist.Store) -> list[tuple[Operation, Memory]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
-from reshard.refit.compiled import compile_refit
+from reshard.refit.compile import compile_refit
+from reshard.transports.recorder import Recorder
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from reshard.bench.case import Memory
+    from reshard.plan.plan import Plan
+    from reshard.transports.recorder import Row
 
 
 class Operation(ABC):
@@ -86,6 +89,21 @@ class Refit(Operation):
             depth=depth,
             timeout=timeout,
         )
+
+    @property
+    def plan(self) -> Plan:
+        """What all ranks follow."""
+        return self._refit.plan
+
+    def recorded_run(self) -> list[Row]:
+        """Run once more and say what this rank did when."""
+        recorder = Recorder()
+        self._refit.record(recorder)
+        try:
+            self.run()
+        finally:
+            self._refit.record(None)
+        return recorder.rows
 
     def run(self) -> None:
         report = self._refit.run(self._timeout)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from reshard.cli.output import emit_json, json_option, size, write_text
-from reshard.cli.problem import problem_options, read_problem
-from reshard.cli.published_rows import describe_rows, published_rows
+from reshard.cli.output import emit_json, json_option, size, stderr_console, write_text
+from reshard.cli.problem import problem_options, read_json, read_problem
+from reshard.cli.published_rows import describe_payload, describe_rows, payload_row, published_rows
+from reshard.errors import ConfigError
 from reshard.plan.plan import STRATEGIES
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
+from reshard.simulate.calibration import Calibration
 from reshard.simulate.costs import PRESETS, costs_for
 from reshard.simulate.predict import predict
 from reshard.units import format_nbytes, format_seconds
@@ -41,9 +44,17 @@ if TYPE_CHECKING:
 @click.option("--bucket", type=size, help="How large buckets are.  [default: chosen from --staging]")
 @click.option(
     "--costs",
-    "preset",
-    type=click.Choice(sorted(PRESETS)),
-    help="Of copies and messages.  [default: those of --cluster]",
+    "asked_costs",
+    metavar="COSTS",
+    help=f"Of copies and messages: {', '.join(sorted(PRESETS))}, or a file that --calibrate wrote.  [default: those of "
+    "--cluster]",
+)
+@click.option(
+    "--transport",
+    type=click.Choice(("gloo", "shm")),
+    default="shm",
+    show_default=True,
+    help="Between ranks of one host, where --costs is a file.",
 )
 @click.option("--copy-rate", type=size, metavar="SIZE", help="Bytes that a rank packs or unpacks in a second (10GB).")
 @click.option("--message-seconds", type=float, help="What a message costs each end beside its bytes.")
@@ -56,12 +67,16 @@ if TYPE_CHECKING:
 @click.option("--step-seconds", type=float, help="Say what share of a training step of this length the refit takes.")
 @click.option("--trace", "trace_file", metavar="FILE", help="Write what moves when, for 'reshard report --trace'.")
 @click.option("--published", is_flag=True, help="The refits that others have published, beside what is predicted.")
+@click.option(
+    "--calibrate", metavar="FILE", help="Measure copies, messages and links of this machine, for --costs, and no more."
+)
 @json_option
 def simulate(
     strategy: str | None,
     staging: int,
     bucket: int | None,
-    preset: str | None,
+    asked_costs: str | None,
+    transport: Literal["gloo", "shm"],
     copy_rate: int | None,
     message_seconds: float | None,
     latency_seconds: float | None,
@@ -69,6 +84,7 @@ def simulate(
     step_seconds: float | None,
     trace_file: str | None,
     published: bool,
+    calibrate: str | None,
     as_json: bool,
     **problem: Any,
 ) -> None:
@@ -78,15 +94,20 @@ def simulate(
     added up (the column 'mode' says which). Nothing is fitted: rates are those of data sheets, and each can be given.
 
     What is to be planned is said as for 'reshard plan'. With --published nothing else is asked: the refits that others
-    have published are planned and predicted, and their figures stand beside ours.
+    have published are planned and predicted, and their figures stand beside ours. With --calibrate this machine is
+    measured, for predictions of what it would do itself.
     """
     if published:
         _refuse_problem(problem)
-        rows = published_rows()
+        rows, payload = published_rows(), payload_row()
         if as_json:
-            emit_json({"rows": rows})
+            emit_json({"rows": rows, "payload": payload})
         else:
-            click.echo(describe_rows(rows))
+            click.echo(f"{describe_rows(rows)}\n\n{describe_payload(payload)}")
+        return
+    if calibrate is not None:
+        _refuse_problem(problem, "--calibrate")
+        _calibrate(calibrate)
         return
     if step_seconds is not None and not step_seconds > 0:
         raise click.UsageError("--step-seconds is a length of time; give more than 0.")
@@ -96,11 +117,11 @@ def simulate(
     asked = read_problem(**problem)
     asked.remark()
     plans = [asked.plan(name) for name in names]
-    costs = costs_for(preset or plans[0].topology.name)
+    costs = _costs(asked_costs, plans[0].topology.name, transport)
     given = {"copy_bytes_per_second": copy_rate, "message_seconds": message_seconds, "latency_seconds": latency_seconds}
     if any(value is not None for value in given.values()):
         own = {name: value for name, value in given.items() if value is not None}
-        costs = replace(costs, **own, source=f"{costs.source}; given: {', '.join(sorted(own))}")
+        costs = replace(costs, source=f"{costs.source}; given: {', '.join(sorted(own))}", **own)  # type: ignore[arg-type]
     predictions = [
         predict(
             plan,
@@ -122,9 +143,35 @@ def simulate(
         click.echo(f"costs: {costs.source}", err=True)
 
 
-def _refuse_problem(problem: dict[str, Any]) -> None:
+def _refuse_problem(problem: dict[str, Any], option: str = "--published") -> None:
     if any(problem.values()):
-        raise click.UsageError("--published plans what was published; leave the other options out.")
+        does = "plans what was published" if option == "--published" else "measures this machine"
+        raise click.UsageError(f"{option} {does}; leave the other options out.")
+
+
+def _calibrate(path: str) -> None:
+    from reshard.bench.calibrate import calibrate  # loads torch
+
+    write_text(json.dumps(calibrate(stderr_console().print).to_json(), sort_keys=True) + "\n", path)
+
+
+def _costs(asked: str | None, cluster: str, transport: Literal["gloo", "shm"]) -> Costs:
+    """The costs of a preset, or of a calibration in a file.
+
+    Raises:
+        ConfigError: It is neither.
+    """
+    if asked is None or asked in PRESETS:
+        return costs_for(asked or cluster)
+    if asked != "-" and not Path(asked).exists():
+        raise ConfigError(
+            f"--costs {asked}: there is no such file, and no preset of this name; presets are "
+            f"{', '.join(sorted(PRESETS))}. 'reshard simulate --calibrate FILE' writes a file."
+        )
+    data = read_json(asked)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{asked} is not a calibration; 'reshard simulate --calibrate FILE' writes one.")
+    return Calibration.from_json(data).costs(transport)
 
 
 def _share(prediction: Prediction, step_seconds: float) -> float:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.layouts.box import Box
-    from reshard.layouts.manifest import Holding
+    from reshard.layouts.holding import Holding
     from reshard.layouts.piece import TensorSpec
 
 Holdings = tuple["Holding", ...]

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import ManifestError
-from reshard.layouts.manifest import HERE, Holding, Manifest
+from reshard.layouts.holding import HERE, Holding
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from reshard.layouts.manifest import Manifest
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.classes import Holdings
 

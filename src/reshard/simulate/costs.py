@@ -2,9 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Literal
 
 from reshard.errors import ConfigError
+
+CopyKind = Literal["run", "strided", "warm", "staging", "fresh"]
+
+
+@dataclass(frozen=True, slots=True)
+class CpuCosts:
+    """What ranks pay that share the cores of one machine, as the hosts of a benchmark do.
+
+    Args:
+        cores: Of the machine, for all ranks together.
+        local_send: Seconds of a core that a byte takes the sender, to a rank of its host.
+        local_receive: That it takes the receiver.
+        network_send: As ``local_send``, to a rank of another host.
+        network_receive: As ``local_receive``, from a rank of another host.
+        strided_bytes_per_second: Payload that a rank copies from or to where it does not lie in one run; at 0 as
+            ``copy_bytes_per_second``.
+        warm_bytes_per_second: Into a buffer that is used again and again, or out of it; at 0 likewise.
+        staging_bytes_per_second: The same where another rank takes the other copy; at 0 likewise.
+        fresh_bytes_per_second: Into memory that the system has just given; at 0 as ``copy_bytes_per_second``.
+        box_seconds: What a copy takes for each box, beside its bytes.
+        network_message_seconds: As ``message_seconds``, over the network; at 0 the same.
+        stages_runs: Whether a bucket for a rank of the same host goes through staging even where it lies in one run of
+            memory, as over shared memory. Over the network it does not.
+
+    Raises:
+        ConfigError: No core, or a negative cost.
+    """
+
+    cores: float
+    local_send: float = 0.0
+    local_receive: float = 0.0
+    network_send: float = 0.0
+    network_receive: float = 0.0
+    strided_bytes_per_second: float = 0.0
+    warm_bytes_per_second: float = 0.0
+    staging_bytes_per_second: float = 0.0
+    fresh_bytes_per_second: float = 0.0
+    box_seconds: float = 0.0
+    network_message_seconds: float = 0.0
+    stages_runs: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.cores > 0:
+            raise ConfigError(f"cores is {self.cores}; a machine has at least a part of one.")
+        for name in _CPU_COSTS:
+            if not 0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"{name} is {getattr(self, name)}; a cost is finite and not negative.")
+
+
+_CPU_COSTS = tuple(field.name for field in fields(CpuCosts) if field.name not in ("cores", "stages_runs"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +69,8 @@ class Costs:
         local_bytes_per_second: Of the fast link of a rank, each way, where the topology has no domain that says it.
         local_latency_seconds: As ``latency_seconds``, over the fast link.
         source: Where the numbers come from, in words.
+        cpu: Where all ranks share the cores of one machine: what that adds. A byte on its way then takes the cores of
+            both ends, and copies take them too, so that what is done at once goes on slower.
 
     Raises:
         ConfigError: A rate that is not above zero, or a negative time.
@@ -29,6 +82,7 @@ class Costs:
     local_bytes_per_second: float = float("inf")
     local_latency_seconds: float = 0.0
     source: str = ""
+    cpu: CpuCosts | None = None
 
     def __post_init__(self) -> None:
         for name in ("copy_bytes_per_second", "local_bytes_per_second"):
@@ -40,15 +94,37 @@ class Costs:
                     f"{name} is {getattr(self, name)}; a time is finite and not negative. Use 0 for none."
                 )
 
+    def copy_seconds(self, nbytes: int, kind: CopyKind = "run", *, boxes: int = 1) -> float:
+        """What copying takes the rank that does it, alone on its core.
 
-# NCCL's own cost table (src/graph/tuning.cc, protocol Simple, ring): 8.4 us to launch an operation, 14 us a network
-# hop, 3.4 us an NVLink hop. A step's send and receive are launched together, so a message has half a launch.
-_NCCL_LAUNCH, _NCCL_NETWORK, _NCCL_NVLINK = 8.4e-6, 14e-6, 3.4e-6
+        Args:
+            nbytes: How much.
+            kind: How memory lies: in one ``run`` on both sides, ``strided`` on one of them, to or from a ``warm``
+                buffer or ``staging`` memory, or into ``fresh`` memory, which the system has just given.
+            boxes: In how many boxes.
+        """
+        cpu = self.cpu
+        if cpu is None:
+            return nbytes / self.copy_bytes_per_second
+        rate = {
+            "run": 0.0,
+            "strided": cpu.strided_bytes_per_second,
+            "warm": cpu.warm_bytes_per_second,
+            "staging": cpu.staging_bytes_per_second,
+            "fresh": cpu.fresh_bytes_per_second,
+        }[kind]
+        return nbytes / (rate or self.copy_bytes_per_second) + boxes * cpu.box_seconds
+
+
+# NCCL's own cost table (v2.28.7-1, src/graph/tuning.cc, ring, protocol Simple): 8.4 us to launch an operation
+# (baseLatencies), 14 us a network hop and 3.4 us an NVLink hop (hwLatencies). A step's send and receive are launched
+# together, so a message has half a launch. They are what NCCL chooses algorithms by, not measurements of a refit.
+NCCL_LAUNCH, _NCCL_NETWORK, _NCCL_NVLINK = 8.4e-6, 14e-6, 3.4e-6
 
 H100 = Costs(
     # NVIDIA H100 SXM data sheet: 3.35 TB/s of HBM3; a copy reads and writes each byte
     copy_bytes_per_second=3.35e12 / 2,
-    message_seconds=_NCCL_LAUNCH / 2,
+    message_seconds=NCCL_LAUNCH / 2,
     latency_seconds=_NCCL_NETWORK,
     # data sheet: NVLink 900 GB/s both directions together
     local_bytes_per_second=450e9,
@@ -59,7 +135,7 @@ H100 = Costs(
 GB200 = Costs(
     # NVIDIA GB200 NVL72 data sheet: 576 TB/s of HBM3e over 72 GPUs, so 8 TB/s each; a copy reads and writes each byte
     copy_bytes_per_second=8e12 / 2,
-    message_seconds=_NCCL_LAUNCH / 2,
+    message_seconds=NCCL_LAUNCH / 2,
     latency_seconds=_NCCL_NETWORK,
     # data sheet: NVLink 1.8 TB/s both directions together
     local_bytes_per_second=900e9,

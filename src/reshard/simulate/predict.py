@@ -79,6 +79,7 @@ def predict(
     staging_nbytes: int = DEFAULT_STAGING_NBYTES,
     bucket_nbytes: int | None = None,
     mode: Mode | None = None,
+    bound_seconds: float | None = None,
 ) -> Prediction:
     """Predict what a plan takes on the topology that it was made for.
 
@@ -88,6 +89,7 @@ def predict(
         staging_nbytes: The most staging memory of a rank.
         bucket_nbytes: Nominal bucket size; chosen from the limit if not given.
         mode: How; event by event if not given and there are few messages.
+        bound_seconds: What ``least_seconds`` gives, where it is known: it is the same for every strategy.
 
     Raises:
         ScheduleError: The buckets do not fit into the limit.
@@ -95,7 +97,7 @@ def predict(
     size = size_buckets(staging_nbytes, bucket_nbytes, network=not plan.topology.is_flat)
     totals = add_up(plan, size, plan.topology, costs)
     messages = _count_messages(plan, size.nbytes)
-    bound = least_seconds(plan, costs)
+    bound = least_seconds(plan, costs) if bound_seconds is None else bound_seconds
     mode = mode or ("events" if messages <= MOST_MESSAGES else "totals")
     if mode == "totals":
         seconds = max(totals.seconds, bound)

@@ -31,6 +31,7 @@ class PublishedRefit:
         figures: What was published.
         where: By whom.
         remark: What else must be known to compare.
+        bulk_fraction: The part of the bytes that went shard to shard, as published; None where it was not.
     """
 
     title: str
@@ -42,6 +43,7 @@ class PublishedRefit:
     figures: tuple[Figure, ...]
     where: str
     remark: str = ""
+    bulk_fraction: float | None = None
 
 
 _NEMO = "NeMo RL, design document of the NCCL reshard refit"
@@ -60,6 +62,7 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         (Figure("reshard", 2.39, 2.83),),
         _NEMO,
         f"{_PARTLY}; the announcement has 14.9 s before and 2.6 s after, without a layout",
+        0.976,
     ),
     PublishedRefit(
         "DeepSeek-V3 on H100",
@@ -70,7 +73,8 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         False,
         (Figure("usual way", 14.9, 14.9), Figure("reshard", 2.6, 2.6)),
         _ANNOUNCED,
-        "the layout is that of the same project's table",
+        "candidate: the layout of the same project's table; one with 8 ranks a replica does not fit 80 GB a GPU",
+        0.976,
     ),
     PublishedRefit(
         "DeepSeek-V3 on GB200",
@@ -82,6 +86,7 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         (Figure("reshard", 1.93, 2.59),),
         _NEMO,
         _PARTLY,
+        0.976,
     ),
     PublishedRefit(
         "DeepSeek-V3 on GB200",
@@ -92,7 +97,19 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         False,
         (Figure("usual way", 6.1, 6.1), Figure("reshard", 2.3, 2.3)),
         _ANNOUNCED,
-        "the layout is that of the same project's table",
+        "candidate: the layout of the same project's table",
+        0.976,
+    ),
+    PublishedRefit(
+        "DeepSeek-V3 on GB200",
+        "deepseek-v3",
+        "gb200-nvl72",
+        "ep16 pp4 dp2",
+        "tp8 dp16",
+        False,
+        (Figure("usual way", 6.1, 6.1), Figure("reshard", 2.3, 2.3)),
+        _ANNOUNCED,
+        "candidate: the layout that NCCL M2N published for this model",
     ),
     PublishedRefit(
         "DeepSeek-V3 on GB200",
@@ -148,6 +165,7 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         (Figure("reshard", 2.32, 2.32),),
         _NEMO,
         f"{_PARTLY}; the catalogue's model has no layers for multi-token prediction",
+        0.938,
     ),
     PublishedRefit(
         "Qwen3-30B on H100",
@@ -159,6 +177,7 @@ PUBLISHED: tuple[PublishedRefit, ...] = (
         (Figure("reshard", 0.74, 1.00),),
         _NEMO,
         "elsewhere the project lists these times under its fallback in Python",
+        0.95,
     ),
     PublishedRefit(
         "Qwen3-32B on H100",

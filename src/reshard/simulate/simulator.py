@@ -9,13 +9,15 @@ or it waits for one and unpacks it. Meanwhile messages move by themselves:
 - it arrives after the latency, at the rate of the slower end, in turn with what else arrives at that port;
 - a receive is posted at most ``depth`` ahead, and a packed slot is used again when all that was sent from it has left.
 
+Where ranks share the cores of one machine (``Costs.cpu``), whatever is done at once goes on slower, and the bytes of
+messages take cores too (``machine``).
+
 Left out: that links slow each other down beyond the ports, that memory for what is handed on may run short, and the
 time in which ranks find that all are here.
 """
 
 from __future__ import annotations
 
-import heapq
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,18 +25,22 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ScheduleError
 from reshard.schedule.trace import Trace, TraceEvent
-from reshard.simulate.links import Links, Way
+from reshard.simulate.copies import Copies
+from reshard.simulate.machine import Machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
+    from reshard.plan.strings import Item
     from reshard.schedule.schedule import Operation, Schedule
     from reshard.schedule.trace import Kind
     from reshard.simulate.costs import Costs
     from reshard.topology.topology import Topology
 
 
-def simulate(schedule: Schedule, topology: Topology, costs: Costs, *, post_early: bool = True) -> Trace:
+def simulate(
+    schedule: Schedule, topology: Topology, costs: Costs, *, post_early: bool = True, reads_in_place: bool = False
+) -> Trace:
     """Say when every rank would do what.
 
     Args:
@@ -42,6 +48,8 @@ def simulate(schedule: Schedule, topology: Topology, costs: Costs, *, post_early
         topology: What joins the ranks; it may be another one than was planned for.
         costs: Of copies and messages.
         post_early: Whether what goes over the network is posted some rounds before its own.
+        reads_in_place: Whether ranks of a domain read a source's weights where they lie, in one copy, as they do where
+            these lie in shared memory.
 
     Returns:
         A trace in seconds from the moment at which all ranks are here. Equal arguments give an equal trace.
@@ -50,7 +58,7 @@ def simulate(schedule: Schedule, topology: Topology, costs: Costs, *, post_early
         ConfigError: The topology does not list a rank of the plan.
         ScheduleError: Ranks would wait for each other for ever. No schedule of ours is like that.
     """
-    return _Simulation(schedule, topology, costs, post_early=post_early).run()
+    return _Simulation(schedule, topology, costs, post_early=post_early, reads_in_place=reads_in_place).run()
 
 
 @dataclass
@@ -75,17 +83,17 @@ class _Message:
 
 
 class _Simulation:
-    """The clock, what is due on it, and the messages of every pair in order."""
+    """The machine, and the messages of every pair in order."""
 
-    def __init__(self, schedule: Schedule, topology: Topology, costs: Costs, *, post_early: bool) -> None:
+    def __init__(
+        self, schedule: Schedule, topology: Topology, costs: Costs, *, post_early: bool, reads_in_place: bool
+    ) -> None:
         self._schedule, self._topology, self._costs = schedule, topology, costs
-        self._links = Links(topology, costs)
-        self._now = 0.0
-        self._due: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
+        self._machine = Machine(topology, costs)
+        self._copies = Copies(schedule.plan, costs)
+        self._in_place = _read_in_place(schedule, topology) if reads_in_place else {}
         self._events: list[TraceEvent] = []
         self._messages: dict[tuple[int, int], list[_Message]] = {}
-        self._ways: dict[tuple[int, int], Way] = {}
         self._local_nbytes = _local_nbytes(schedule)
         self._running = 0
         self._early_rounds = schedule.early_rounds if post_early else 0
@@ -93,10 +101,8 @@ class _Simulation:
     def run(self) -> Trace:
         for rank in range(self._schedule.plan.size):
             self._running += 1
-            self._at(0.0, partial(self._resume, self._program(rank)))
-        while self._due:
-            self._now, _, then = heapq.heappop(self._due)
-            then()
+            self._machine.clock.at(0.0, partial(self._resume, self._program(rank)))
+        self._machine.clock.run()
         if self._running:
             raise ScheduleError(
                 f"After {self._now} s {self._running} ranks of this schedule wait for each other for ever: its rounds "
@@ -108,16 +114,16 @@ class _Simulation:
 
     # -- the clock -------------------------------------------------------------------------------------------------
 
-    def _at(self, time: float, then: Callable[[], None]) -> None:
-        self._count += 1  # equal times keep the order in which they were asked for
-        heapq.heappush(self._due, (time, self._count, then))
+    @property
+    def _now(self) -> float:
+        return self._machine.clock.now
 
     def _resume(self, program: Generator[float | _Signal, None, None]) -> None:
         """Carry a rank's program on to where it has to wait: some seconds, or for a signal."""
         for wanted in program:
             if isinstance(wanted, float):
                 if wanted:
-                    self._at(self._now + wanted, lambda: self._resume(program))
+                    self._machine.processor.work(wanted, lambda: self._resume(program))
                     return
             elif not wanted.has_happened:
                 wanted.waiting.append(lambda: self._resume(program))
@@ -148,19 +154,16 @@ class _Simulation:
         message.posted += 1
         if message.posted < 2:
             return
-        pair = message.sender, message.receiver
-        way = self._ways.setdefault(pair, self._links.way(*pair))
-        start, stop = way.out.take(self._now, message.nbytes)
-        self._note(message.sender, "send", message.receiver, message.round, (start, stop), message.nbytes)
-        self._at(stop, lambda: self._happen(message.left))
-        # its last byte has to be here before it has arrived; an end faster than the sender's is in use only so long
-        first, last = start + way.latency_seconds, stop + way.latency_seconds
-        self._at(max(first, last - way.into.seconds(message.nbytes)), lambda: self._arrive(message, way))
 
-    def _arrive(self, message: _Message, way: Way) -> None:
-        span = way.into.take(self._now, message.nbytes)
-        self._note(message.receiver, "recv", message.sender, message.round, span, message.nbytes)
-        self._at(span[1], lambda: self._happen(message.landed))
+        def left(span: tuple[float, float]) -> None:
+            self._note(message.sender, "send", message.receiver, message.round, span, message.nbytes)
+            self._happen(message.left)
+
+        def landed(span: tuple[float, float]) -> None:
+            self._note(message.receiver, "recv", message.sender, message.round, span, message.nbytes)
+            self._happen(message.landed)
+
+        self._machine.send(message.sender, message.receiver, message.nbytes, left=left, landed=landed)
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
@@ -168,7 +171,9 @@ class _Simulation:
         """What a rank does: yields the seconds that something takes, or a signal that it waits for."""
         schedule, costs = self._schedule, self._costs
         depth, early = schedule.size.depth, self._early_rounds
-        order = _in_order(schedule.for_rank(rank), early)
+        operations = tuple(op for op in schedule.for_rank(rank) if not self._is_read(rank, op))
+        order = _in_order(operations, early)
+        handed_on = {(op.bucket.stream, op.bucket.index) for op in operations if op.kind == "send" and op.forwarded}
         receives = [op for _, op in order if op.kind == "recv"]
         numbers: dict[tuple[int, int], int] = {}
         posted: deque[_Message] = deque()
@@ -180,7 +185,8 @@ class _Simulation:
             numbers[pair] = numbers.get(pair, -1) + 1
             return self._message(*pair, numbers[pair], op)
 
-        yield from self._copy(rank, "copy", None, self._local_nbytes.get(rank, 0))
+        kept = self._local_nbytes.get(rank, 0)
+        yield from self._copy(rank, "copy", None, kept, costs.copy_seconds(kept) if kept else 0.0)
         ahead = 0
         for when, op in order:
             while ahead < len(receives) and len(posted) < depth:
@@ -194,8 +200,15 @@ class _Simulation:
                 began = self._now
                 yield message.landed
                 self._note(rank, "wait", op.peer, op.round, (began, self._now), 0)
-                yield costs.message_seconds
-                yield from self._copy(rank, "unpack", op.round, op.bucket.nbytes)
+                yield self._message_seconds(rank, op.peer)
+                seconds = self._copies.unpack_seconds(
+                    rank,
+                    op.bucket.items,
+                    op.bucket.nbytes,
+                    is_network=self._is_network(rank, op.peer),
+                    is_handed_on=key in handed_on,
+                )
+                yield from self._copy(rank, "unpack", op.round, op.bucket.nbytes, seconds)
                 continue
             if not op.forwarded and key in slots:
                 slots.move_to_end(key)
@@ -204,20 +217,44 @@ class _Simulation:
                     for message in slots.popitem(last=False)[1]:
                         yield message.left
                 slots[key] = []
-                yield from self._copy(rank, "pack", op.round, op.bucket.nbytes)
+                is_network = self._is_network(rank, op.peer)
+                seconds = self._copies.pack_seconds(rank, op.bucket.items, op.bucket.nbytes, is_network=is_network)
+                yield from self._copy(rank, "pack", op.round, op.bucket.nbytes, seconds)
             while early and len(open_sends) >= depth and open_sends[0][0] < when:
                 yield open_sends.popleft()[1].left
-            yield costs.message_seconds
+            yield self._message_seconds(rank, op.peer)
             message = next_message(op)
             open_sends.append(((op.round, op.step), message))
             if not op.forwarded:
                 slots[key].append(message)
             self._post(message)
 
-    def _copy(self, rank: int, kind: Kind, round_: int | None, nbytes: int) -> Generator[float, None, None]:
+        for (sender, receiver), items in self._in_place.items():
+            if receiver == rank:
+                nbytes = sum(box.numel * schedule.plan.specs[tensor].itemsize for tensor, box in items)
+                seconds = self._copies.read_seconds(sender, rank, items)
+                yield from self._copy(rank, "copy", None, nbytes, seconds)
+
+    def _is_network(self, rank: int, peer: int) -> bool:
+        return self._topology.domain_of(rank) != self._topology.domain_of(peer)
+
+    def _message_seconds(self, rank: int, peer: int) -> float:
+        cpu = self._costs.cpu
+        if cpu is not None and cpu.network_message_seconds and self._is_network(rank, peer):
+            return cpu.network_message_seconds
+        return self._costs.message_seconds
+
+    def _is_read(self, rank: int, op: Operation) -> bool:
+        pair = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
+        return not op.forwarded and pair in self._in_place
+
+    def _copy(
+        self, rank: int, kind: Kind, round_: int | None, nbytes: int, seconds: float
+    ) -> Generator[float, None, None]:
         began = self._now
-        yield nbytes / self._costs.copy_bytes_per_second
-        self._note(rank, kind, None, round_, (began, self._now), nbytes)
+        yield seconds
+        if seconds or self._costs.cpu is None:
+            self._note(rank, kind, None, round_, (began, self._now), nbytes)
 
 
 When = tuple[int, int]
@@ -247,3 +284,22 @@ def _local_nbytes(schedule: Schedule) -> dict[int, int]:
             if sender == receiver:
                 copied[sender] = copied.get(sender, 0) + route.nbytes
     return copied
+
+
+def _read_in_place(schedule: Schedule, topology: Topology) -> dict[tuple[int, int], list[Item]]:
+    """What each receiver reads out of a sender's weights: of pairs inside a domain that hand nothing of it on."""
+    plan, handed_on = schedule.plan, set()
+    read: dict[tuple[int, int], list[Item]] = {}
+    for route in plan.routes:
+        senders, holders = {sender for sender, _ in route.edges}, plan.classes[route.route_class].holders
+        for sender, receiver in route.edges:
+            is_near = topology.domain_of(sender) == topology.domain_of(receiver)
+            if sender != receiver and holders >> sender & 1 and is_near:
+                read.setdefault((sender, receiver), []).extend(plan.route_items(route))
+                if receiver in senders:
+                    handed_on.add((sender, receiver))
+    return {
+        pair: sorted(items, key=lambda item: (item[0], item[1].start))
+        for pair, items in sorted(read.items())
+        if pair not in handed_on
+    }

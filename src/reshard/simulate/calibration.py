@@ -1,0 +1,132 @@
+"""Calibration: what was measured of one machine - copies, messages, links - as values, and the costs that follow.
+
+Measured by ``reshard.bench.calibrate``; nothing here is taken from a refit or from any other row that is predicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
+
+from reshard.errors import ConfigError
+from reshard.simulate.costs import Costs, CpuCosts
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+CALIBRATION_FORMAT = "reshard-calibration-1"
+
+
+@dataclass(frozen=True, slots=True)
+class SocketCosts:
+    """A byte and a message over one kind of socket.
+
+    Args:
+        send: Seconds of a core that a byte takes the sender.
+        receive: That it takes the receiver.
+        message_seconds: Seconds of a core that a message takes each end, beside its bytes.
+        latency_seconds: From a small message's departure to its arrival.
+    """
+
+    send: float
+    receive: float
+    message_seconds: float
+    latency_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """One machine, as measured while as many processes as it has cores do the same.
+
+    Args:
+        cores: Of the machine.
+        copy_alone: Bytes a second of one copy in one piece while nothing else runs.
+        copy: The same in a process for each core at once.
+        strided: Bytes a second where one side lies in short runs.
+        warm: Bytes a second into a buffer that is used again and again, and out of it.
+        staging: The same where another process copies out of it.
+        fresh: Bytes a second into memory that the system has just given.
+        box_seconds: Of a copy of next to no bytes, among many.
+        sum: Bytes a second of the sums of ``verify="sum"``.
+        fingerprint: Bytes a second of the sums of ``verify="fingerprint"``.
+        memory: Messages of the shared memory transport; a byte takes nothing beside its copies.
+        loopback: Gloo between two processes of one host.
+        network: Gloo between two namespaces; None where this machine makes none.
+        link_efficiency: Payload of a link in parts of the rate that it was given.
+        sizes: What was moved to measure this, in words.
+    """
+
+    cores: int
+    copy_alone: float
+    copy: float
+    strided: float
+    warm: float
+    staging: float
+    fresh: float
+    box_seconds: float
+    sum: float
+    fingerprint: float
+    memory: SocketCosts
+    loopback: SocketCosts
+    network: SocketCosts | None
+    link_efficiency: float
+    sizes: str
+
+    def costs(self, transport: Literal["gloo", "shm"]) -> Costs:
+        """The costs of moving weights between processes of this machine.
+
+        Args:
+            transport: Between ranks of one host; between hosts it is gloo.
+        """
+        local = self.loopback if transport == "gloo" else self.memory
+        network = self.network or self.loopback
+        return Costs(
+            copy_bytes_per_second=self.copy,
+            message_seconds=local.message_seconds,
+            latency_seconds=network.latency_seconds,
+            local_latency_seconds=local.latency_seconds,
+            source=f"measured on this machine ({self.sizes})",
+            cpu=CpuCosts(
+                cores=self.cores,
+                local_send=local.send,
+                local_receive=local.receive,
+                network_send=network.send,
+                network_receive=network.receive,
+                strided_bytes_per_second=self.strided,
+                warm_bytes_per_second=self.warm,
+                staging_bytes_per_second=self.staging,
+                fresh_bytes_per_second=self.fresh,
+                box_seconds=self.box_seconds,
+                network_message_seconds=network.message_seconds,
+                stages_runs=transport == "shm",
+            ),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain data that ``from_json`` reads back."""
+        data: dict[str, Any] = {"format": CALIBRATION_FORMAT}
+        for field in fields(self):
+            value = getattr(self, field.name)
+            is_socket = isinstance(value, SocketCosts)
+            data[field.name] = {f.name: getattr(value, f.name) for f in fields(SocketCosts)} if is_socket else value
+        return data
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Calibration:
+        """Read what ``to_json`` gave.
+
+        Raises:
+            ConfigError: It is not a calibration of this format.
+        """
+        if data.get("format") != CALIBRATION_FORMAT:
+            raise ConfigError(
+                f"This is not a calibration: its format is {data.get('format')!r}, not {CALIBRATION_FORMAT!r}. "
+                f"'reshard simulate --calibrate FILE' writes one."
+            )
+        try:
+            values = {field.name: data[field.name] for field in fields(cls)}
+            for name in ("memory", "loopback", "network"):
+                values[name] = None if values[name] is None else SocketCosts(**values[name])
+            return cls(**values)
+        except (KeyError, TypeError) as error:
+            raise ConfigError(f"This calibration lacks something: {error}. Measure it again.") from error

@@ -1,0 +1,90 @@
+"""Copies: how long a rank packs and unpacks a bucket, by where its boxes lie in the pieces of the rank.
+
+A piece is taken to lie in one run of memory. A box that covers whole rows of it is a run too, and where the transport
+sends from anywhere and lands anywhere, a bucket of one run is not copied at all.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from reshard.layouts.box import Box
+    from reshard.plan.plan import Plan
+    from reshard.plan.strings import Item
+    from reshard.simulate.costs import Costs
+
+
+class Copies:
+    """The copies of a plan's ranks under some costs.
+
+    Args:
+        plan: Says where the pieces of each rank are.
+        costs: Of copies. Without ``cpu`` every byte of a bucket is copied at one rate.
+    """
+
+    def __init__(self, plan: Plan, costs: Costs) -> None:
+        self._specs, self._costs, self._patterns = plan.specs, costs, plan.patterns
+        self._pattern_of = {tensor: at for at, pattern in enumerate(plan.patterns) for tensor in pattern.tensors}
+        self._known: dict[tuple[int, int, bool, Box], bool] = {}
+
+    def pack_seconds(self, rank: int, items: Iterable[Item], nbytes: int, *, is_network: bool) -> float:
+        """Of a bucket of these items that a source sends."""
+        return self._through_staging(rank, list(items), nbytes, is_network, is_source=True)
+
+    def unpack_seconds(
+        self, rank: int, items: Iterable[Item], nbytes: int, *, is_network: bool, is_handed_on: bool
+    ) -> float:
+        """Of a bucket that has come to a rank; what is handed on lands in staging memory first."""
+        boxes = list(items)
+        if is_handed_on:
+            return self._costs.copy_seconds(nbytes, "staging", boxes=len(boxes))
+        return self._through_staging(rank, boxes, nbytes, is_network, is_source=False)
+
+    def read_seconds(self, sender: int, receiver: int, items: Iterable[Item]) -> float:
+        """Of items that a rank reads where they lie in another one's memory."""
+        boxes = list(items)
+        strided = any(
+            not (self._is_run(sender, item, is_source=True) and self._is_run(receiver, item, is_source=False))
+            for item in boxes
+        )
+        nbytes = sum(box.numel * self._specs[tensor].itemsize for tensor, box in boxes)
+        return self._costs.copy_seconds(nbytes, "strided" if strided else "run", boxes=len(boxes))
+
+    def _through_staging(
+        self, rank: int, items: list[Item], nbytes: int, is_network: bool, *, is_source: bool
+    ) -> float:
+        cpu = self._costs.cpu
+        moves_runs = cpu is not None and (is_network or not cpu.stages_runs)
+        if moves_runs and len(items) == 1 and self._is_run(rank, items[0], is_source=is_source):
+            return 0.0
+        return self._costs.copy_seconds(nbytes, "staging", boxes=len(items))
+
+    def _is_run(self, rank: int, item: Item, *, is_source: bool) -> bool:
+        """Whether a box lies in one run of the rank's piece; so it does, as far as is known, where it is in none."""
+        tensor, box = item
+        at = self._pattern_of[tensor]
+        key = rank, at, is_source, box
+        if key not in self._known:
+            pattern = self._patterns[at]
+            pieces = pattern.held if is_source else pattern.needed
+            piece = next((p for p, ranks in pieces if ranks >> rank & 1 and p.intersect(box) == box), None)
+            self._known[key] = piece is None or is_run(piece, box)
+        return self._known[key]
+
+
+def is_run(piece: Box, box: Box) -> bool:
+    """Whether a box inside a piece that lies in one run of memory is one run itself.
+
+    >>> from reshard.layouts.box import Box
+    >>> is_run(Box((0, 0), (4, 8)), Box((1, 0), (3, 8))), is_run(Box((0, 0), (4, 8)), Box((1, 0), (3, 4)))
+    (True, False)
+    """
+    leading = True
+    for mine, whole in zip(box.shape, piece.shape, strict=True):
+        if not leading and mine != whole:
+            return False
+        leading = leading and mine == 1
+    return True

@@ -1,0 +1,126 @@
+"""Refits simulated on shared cores: what is copied and how, and what a byte on its way takes."""
+
+import dataclasses
+
+import pytest
+
+from reshard.errors import ConfigError
+from reshard.layouts.box import Box
+from reshard.layouts.layout import Layout
+from reshard.layouts.mesh import Mesh
+from reshard.plan.plan import plan_refit
+from reshard.schedule.schedule import plan_schedule
+from reshard.simulate.calibration import Calibration, SocketCosts
+from reshard.simulate.copies import is_run
+from reshard.simulate.costs import Costs, CpuCosts
+from reshard.simulate.simulator import simulate
+from reshard.topology.presets import hosts
+from reshard.topology.topology import ONE_HOST
+
+KIB = 1024
+CPU = CpuCosts(cores=2, strided_bytes_per_second=KIB, staging_bytes_per_second=2 * KIB, stages_runs=False)
+COSTS = Costs(copy_bytes_per_second=4 * KIB, cpu=CPU)
+MACHINE = Calibration(
+    cores=2,
+    copy_alone=10e9,
+    copy=8e9,
+    strided=6e9,
+    warm=9e9,
+    staging=5e9,
+    fresh=2e9,
+    box_seconds=1e-6,
+    sum=9e9,
+    fingerprint=3e9,
+    memory=SocketCosts(0.0, 0.0, 2e-5, 1e-5),
+    loopback=SocketCosts(3e-10, 2e-10, 3e-5, 1e-4),
+    network=SocketCosts(4e-10, 8e-10, 3e-5, 2e-4),
+    link_efficiency=0.94,
+    sizes="none of a row",
+)
+
+
+def schedule(columns, bucket_nbytes=KIB):
+    """1 KiB of one rank to a second, which has it alone (columns=False) or to a half of its columns each of two."""
+    src = Layout((32, 32), "uint8", Mesh({"one": 1}, [0]), ())
+    ranks = [1, 2] if columns else [1]
+    dst = Layout((32, 32), "uint8", Mesh({"tp": len(ranks)}, ranks), (None, "tp"))
+    return plan_schedule(plan_refit(src, dst), bucket_nbytes=bucket_nbytes, staging_nbytes=1 << 20)
+
+
+def kinds(trace):
+    return sorted((event.kind, event.rank, event.seconds) for event in trace.events if event.kind != "wait")
+
+
+def test_a_bucket_of_one_run_is_not_copied_where_the_transport_sends_from_anywhere():
+    trace = simulate(schedule(columns=False), ONE_HOST, COSTS)
+    assert {event.kind for event in trace.events} <= {"send", "recv", "wait"}
+    staged = dataclasses.replace(COSTS, cpu=dataclasses.replace(CPU, stages_runs=True))
+    trace = simulate(schedule(columns=False), ONE_HOST, staged)
+    assert [(kind, seconds) for kind, _, seconds in kinds(trace) if kind in ("pack", "unpack")] == [
+        ("pack", 0.5),
+        ("unpack", 0.5),
+    ]
+
+
+def test_columns_are_packed_and_land_in_one_run():
+    trace = simulate(schedule(columns=True), ONE_HOST, COSTS)
+    assert [(kind, rank) for kind, rank, _ in kinds(trace) if kind in ("pack", "unpack")] == [("pack", 0), ("pack", 0)]
+
+
+def test_weights_in_shared_memory_are_read_in_one_copy_and_no_message_is_sent():
+    trace = simulate(schedule(columns=True), ONE_HOST, COSTS, reads_in_place=True)
+    # half a KiB each, strided, on a core each
+    assert kinds(trace) == [("copy", 1, 0.5), ("copy", 2, 0.5)]
+    one_core = dataclasses.replace(COSTS, cpu=dataclasses.replace(CPU, cores=1))
+    assert simulate(schedule(columns=True), ONE_HOST, one_core, reads_in_place=True).seconds == 1.0
+
+
+def test_bytes_between_hosts_take_cores_and_the_link_whichever_is_slower():
+    topology = hosts([[0], [1]], port_bytes_per_second=KIB)
+    src, dst = (Layout((KIB,), "uint8", Mesh({"one": 1}, [rank]), ()) for rank in (0, 1))
+    made = plan_schedule(plan_refit(src, dst, topology), bucket_nbytes=KIB, staging_nbytes=1 << 20)
+    for seconds_a_byte, seconds in ((0.5 / KIB, 1.0), (3 / KIB, 3.0)):
+        cpu = dataclasses.replace(CPU, network_receive=seconds_a_byte)
+        trace = simulate(made, topology, dataclasses.replace(COSTS, cpu=cpu))
+        assert trace.seconds == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    ("piece", "box", "run"),
+    [
+        (Box((0, 0), (4, 8)), Box((1, 0), (3, 8)), True),  # whole rows
+        (Box((0, 0), (4, 8)), Box((1, 2), (2, 5)), True),  # a part of one row
+        (Box((0, 0), (4, 8)), Box((1, 2), (3, 5)), False),  # parts of two rows
+        (Box((0, 0, 0), (2, 4, 8)), Box((1, 1, 0), (2, 3, 8)), True),  # rows of one matrix
+        (Box((0, 0, 0), (2, 4, 8)), Box((0, 1, 0), (2, 3, 8)), False),  # rows of two
+        (Box((), ()), Box((), ()), True),  # a scalar
+    ],
+)
+def test_a_box_is_one_run_where_only_its_first_long_dim_is_cut(piece, box, run):
+    assert is_run(piece, box) is run
+
+
+def test_a_calibration_reads_back_equal_and_gives_costs_by_transport():
+    assert Calibration.from_json(MACHINE.to_json()) == MACHINE
+    without = dataclasses.replace(MACHINE, network=None)
+    assert Calibration.from_json(without.to_json()) == without
+    gloo, shm = MACHINE.costs("gloo"), MACHINE.costs("shm")
+    assert (gloo.cpu.local_send, shm.cpu.local_send) == (3e-10, 0.0)
+    assert (gloo.cpu.stages_runs, shm.cpu.stages_runs) == (False, True)
+    assert gloo.cpu.network_receive == shm.cpu.network_receive == 8e-10
+    assert gloo.copy_seconds(10**9, "fresh") == pytest.approx(0.5, rel=1e-3)
+
+
+def test_what_is_no_calibration_is_refused():
+    with pytest.raises(ConfigError, match="not a calibration"):
+        Calibration.from_json({"format": "reshard-plan-1"})
+    lacking = MACHINE.to_json()
+    del lacking["warm"]
+    with pytest.raises(ConfigError, match="'warm'"):
+        Calibration.from_json(lacking)
+
+
+@pytest.mark.parametrize("wrong", [{"cores": 0}, {"cores": 2, "box_seconds": -1}, {"cores": 2, "local_send": 1e999}])
+def test_cores_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match=list(wrong)[-1]):
+        CpuCosts(**wrong)
