@@ -85,5 +85,9 @@ class VersionError(ReshardError):
     """The version asked for may not follow the one that is served; nothing was sent."""
 
 
+class InstallError(ReshardError):
+    """What has landed could not be made live; ``untouched`` says whether nothing of the live weights was written."""
+
+
 class EnvironmentNotSupported(ReshardError):
     """This machine or installation lacks something that the request needs."""

@@ -14,7 +14,7 @@ import torch
 from tests.refit.sessions import NAMES, TIMEOUT, Rank, error_of, run
 
 from reshard.errors import ManifestError, MembershipError, PeerError, ReshardError, VerifyError
-from reshard.transports import program
+from reshard.transports import mover, program
 
 PAIR = {"trainer": 1, "gen0": 1}
 THREE = {"trainer": 1, "gen0": 3}
@@ -130,7 +130,8 @@ def lose_copies_of(monkeypatch, thread):
         if threading.current_thread().name not in broken:
             copy_all(targets, sources)
 
-    monkeypatch.setattr(program, "copy_all", lossy)
+    for module in (mover, program):
+        monkeypatch.setattr(module, "copy_all", lossy)
     return broken
 
 

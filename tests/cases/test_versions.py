@@ -9,7 +9,7 @@ from tests.cases.dense import POISON, TIMEOUT, refused_refit, split
 
 import reshard
 from reshard.layouts.manifest import Manifest
-from reshard.refit import compiled
+from reshard.refit import compile as compiling
 from reshard.testing.oracle import check_landed, dense, local_shard
 from reshard.testing.processes import threads
 
@@ -26,13 +26,13 @@ def test_VS_01_a_plan_serves_again_for_the_same_placement_and_no_other(transport
         ("the first again", split(SHAPE, [2, 3], ("x",)), "float32"),
     ]
     planned = []
-    plan_refit = compiled.plan_refit
+    plan_refit = compiling.plan_refit
 
     def counted(*args, **options):
         planned.append(threading.current_thread().name)
         return plan_refit(*args, **options)
 
-    monkeypatch.setattr(compiled, "plan_refit", counted)
+    monkeypatch.setattr(compiling, "plan_refit", counted)
 
     def body(ctx):
         group = ctx.process_group("cached")

@@ -10,8 +10,9 @@ import pytest
 import torch
 from tests.plan.worlds import random_refit
 
-from reshard.layouts.manifest import Manifest, bind_shards
-from reshard.refit.compiled import compile_refit
+from reshard.layouts.bound import bind_shards
+from reshard.layouts.manifest import Manifest
+from reshard.refit.compile import compile_refit
 from reshard.testing.processes import threads
 from reshard.transports.shm import share_memory_
 
@@ -83,7 +84,7 @@ def test_every_element_lands_where_a_dense_copy_would_put_it(seed, transport):
 
 def test_gpus_that_share_a_fabric_are_a_domain_and_each_has_a_port(monkeypatch):
     here = threading.local()
-    monkeypatch.setattr("reshard.refit.compiled.fabric_of", lambda _: here.label)
+    monkeypatch.setattr("reshard.refit.compile.fabric_of", lambda _: here.label)
 
     def scenario(ctx):
         here.label = "fabric a" if ctx.rank in (0, 2) else "fabric b"

@@ -34,12 +34,14 @@ def ready(*, writes=True, staged=True, version=None):
 def test_a_refit_goes_through_all_its_phases_in_order():
     state, commands = run(ready(version=41), ev.Called(42), *GOOD)
     assert commands == [
+        Command.BEGIN,
         Command.GATHER,
         Command.PLAN,
         Command.MOVE,
         Command.AWAIT_LANDED,
         Command.COMMIT,
         Command.AWAIT_COMMITTED,
+        Command.RESUME,
         Command.RETURN,
     ]
     assert state == replace(ready(), serving=Serving(42))
@@ -58,6 +60,19 @@ def test_after_a_failure_a_rank_serves_the_old_version_or_the_new_one_or_says_th
         assert state.serving == Serving(42)
     else:
         assert state.serving == Serving(41, torn=torn)
+
+
+def test_a_rank_whose_engine_failed_before_it_wrote_anything_goes_on_serving_the_old_version():
+    failed = ev.Failed(ERROR, untouched=True)
+    state, commands = run(ready(version=41), ev.Called(42), *GOOD[:4], failed)
+    assert (state.phase, state.serving) == (Phase.APART, Serving(41))
+    assert commands[-2:] == [Command.END_EPOCH, Command.RAISE]
+
+
+def test_engines_that_cannot_be_resumed_fail_a_refit_that_every_rank_serves():
+    state, commands = run(ready(version=41), ev.Called(42), *GOOD, ev.Failed(ERROR))
+    assert (state.phase, state.serving) == (Phase.APART, Serving(42))
+    assert commands[-2:] == [Command.END_EPOCH, Command.RAISE]
 
 
 def test_what_is_refused_changes_nothing_and_keeps_the_epoch():
@@ -97,6 +112,7 @@ def test_no_two_rows_hold_at_once():
             guards = [row.guard for row in rows]
             assert len(rows) < 2 or sorted(guards) in (
                 ["connecting", "refitting"],
+                ["has begun to write", "wrote nothing yet"],
                 ["writes beside or nothing", "writes in place"],
             )
 

@@ -460,7 +460,7 @@ def test_what_cannot_be_right_is_refused_before_anybody_is_waited_for(options, s
 
 
 def test_rank_and_size_come_from_the_launchers_environment(monkeypatch):
-    from reshard.refit.session import _from_environment
+    from reshard.refit.connect import _from_environment
 
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("SLURM_PROCID", "5")

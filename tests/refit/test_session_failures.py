@@ -5,6 +5,7 @@ Real processes; the successor of the dead one is a spare that joins under its wo
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -12,12 +13,16 @@ from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.refit.sessions import Rank, error_of, ranks_of
 
 import reshard
 from reshard.errors import MembershipError, RefitTimeout, ReshardError, TransportError
-from reshard.refit import runner
+from reshard.refit import events, last_events, runner
 from reshard.refit.commands import AWAITED, Command
+from reshard.refit.journal import KEPT, Journal
+from reshard.refit.machine import State
+from reshard.refit.timeline import to_perfetto
 from reshard.testing.processes import Died, ProcessPool
 from reshard.transports.shm import ShmTransport
 
@@ -252,3 +257,66 @@ def test_TH_04_a_missing_member_is_named_on_every_side_at_the_deadline(pool, abs
 def test_errors_of_lost_members_are_transport_errors_or_name_the_missing():
     assert issubclass(RefitTimeout, TransportError)
     assert issubclass(MembershipError, ReshardError)
+
+
+def _leaves_events(ctx, address, folder, what):
+    torch.set_num_threads(1)
+    me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
+    file = f"{folder}/{ctx.rank}.jsonl" if ctx.rank in (0, 2) else None
+    session = me.connect(address, EXPECT, timeout=LONG, events=file)
+    me.train(1)
+    session.refit(1)
+    if ctx.rank == 3 and what == "dies":
+        die()
+    if ctx.rank == 3:
+        wait_for(ctx, *(f"told {rank}" for rank in range(3)))
+        return None
+    started = time.monotonic()
+    error = error_of(lambda: session.refit(2, timeout=timedelta(seconds=2)))
+    tell(ctx, f"told {ctx.rank}")
+    return type(error).__name__, time.monotonic() - started
+
+
+@pytest.mark.parametrize("what", ["hangs", "dies"])
+def test_at_a_failure_the_last_events_of_every_rank_that_can_be_reached_are_beside_each_log(pool, tmp_path, what):
+    with reshard.serve_store() as store:
+        results = pool.run(
+            _leaves_events, str(store), str(tmp_path), what, ranks=4, timeout=50, may_die={3} if what == "dies" else ()
+        )
+    assert all(seconds < 2 + 4 and error == RefitTimeout.__name__ for error, seconds in results[:3])
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "0.jsonl",
+        "0.jsonl.failed",
+        "2.jsonl",
+        "2.jsonl.failed",
+    ]
+    for rank in (0, 2):
+        rows = [json.loads(line) for line in (tmp_path / f"{rank}.jsonl.failed").read_text().splitlines()]
+        by_member = {}
+        for row in rows:
+            by_member.setdefault(row["member"], []).append(row)
+        assert set(by_member) == {"trainer rank 0", "trainer rank 1", "gen0 rank 0", "gen0 rank 1"}
+        for member in ("trainer rank 0", "trainer rank 1", "gen0 rank 0"):
+            last = by_member[member][-1]
+            assert (last["event"], last["from"], last["version"]) == ("Failed", "gathering", 2)
+            assert "gen0 rank 1" in last["error"]
+        last = by_member["gen0 rank 1"][-1]
+        assert (last["event"], last["version"], last["serving"]) == ("AllCommitted", 1, 1), "what it did last"
+        bars = [row for row in to_perfetto(rows)["traceEvents"] if row["ph"] == "X"]
+        assert {bar["name"] for bar in bars} >= {"gathering", "moving", "committing"}
+        assert len({bar["tid"] for bar in bars}) == 4, "a track a member"
+
+
+def test_what_ranks_leave_is_bounded_by_the_journal_and_overwritten():
+    store = dist.HashStore()
+    journal = Journal("default", "gen0 rank 0")
+    for version in range(3 * KEPT):
+        journal.note(events.Called(version), State(writes=True, staged=True), State(writes=True, staged=True))
+        if version % 1000 == 0:
+            journal.failed(ReshardError("it failed"), store, ["gen0 rank 0"], 1)
+    journal.failed(ReshardError("it failed"), store, ["gen0 rank 0"], 1)
+    rows = last_events.collect(store, ["gen0 rank 0"], 1)
+    assert len(rows) == KEPT
+    assert rows == list(journal.events)
+    assert store.num_keys() == 1
+    assert len(store.get("events/gen0 rank 0")) < 100_000

@@ -41,8 +41,8 @@ from reshard.demo.usual_way import FORMS, UsualWay
 from reshard.demo.worlds import DestinationWorld, SourceWorld, check_ranks
 from reshard.errors import EnvironmentNotSupported
 from reshard.layouts.manifest import Manifest
-from reshard.refit.compiled import CompiledRefit, compile_refit
-from reshard.refit.session import connect
+from reshard.refit.compile import compile_refit
+from reshard.refit.connect import connect
 from reshard.topology import presets
 from reshard.transports.shm import share_memory_
 from reshard.units import format_seconds
@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from reshard.demo.engine import WantedView
     from reshard.demo.trainer import Held, Trainer
     from reshard.plan.plan import Plan
+    from reshard.refit.compiled import CompiledRefit
     from reshard.refit.report import RefitReport
     from reshard.topology.topology import Topology
 

@@ -64,17 +64,18 @@ class Trainer:
     Args:
         checkpoint: Where the weights come from.
         world: The layout; its size is the default group's.
+        dtype: Of the parameters, e.g. float32 for master weights.
 
     Raises:
         LayoutError: The model cannot be trained in this layout.
     """
 
-    def __init__(self, checkpoint: Checkpoint, world: SourceWorld) -> None:
+    def __init__(self, checkpoint: Checkpoint, world: SourceWorld, *, dtype: torch.dtype = torch.bfloat16) -> None:
         world.check(checkpoint.architecture)
         self.checkpoint = checkpoint
         self.world = world
         self._mesh = init_device_mesh("cpu", (world.fsdp, world.tp), mesh_dim_names=("fsdp", "tp"))
-        self.model = _model_without_memory(checkpoint)
+        self.model = _model_without_memory(checkpoint, dtype)
         _cut(self.model, self._mesh)
         self.model.to_empty(device="cpu")
         _restore_rotary(self.model)
@@ -198,7 +199,7 @@ class Trainer:
             module.set_reshard_after_forward(True, recurse=False)
 
 
-def _model_without_memory(checkpoint: Checkpoint) -> nn.Module:
+def _model_without_memory(checkpoint: Checkpoint, dtype: torch.dtype) -> nn.Module:
     try:
         from transformers import AutoConfig, AutoModelForCausalLM
     except ImportError as error:
@@ -208,7 +209,7 @@ def _model_without_memory(checkpoint: Checkpoint) -> nn.Module:
     config = AutoConfig.from_pretrained(str(checkpoint.folder))
     config.tie_word_embeddings = checkpoint.architecture.tied
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model
 
 

@@ -6,24 +6,26 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from reshard.errors import ConfigError
 from reshard.refit import fingerprints
 from reshard.refit.report import RefitReport
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
     from datetime import timedelta
 
     import torch
     import torch.distributed as dist
 
-    from reshard.refit.agreement import Options
     from reshard.refit.compiled import CompiledRefit, RunReport
+    from reshard.refit.engines import Engines
     from reshard.refit.fleet import Request
     from reshard.refit.gate import Gate
     from reshard.refit.group import Group
     from reshard.refit.machine import State
     from reshard.refit.membership import Comer
     from reshard.refit.offers import Offer
+    from reshard.refit.options import Options
     from reshard.topology.topology import Topology
     from reshard.transports.base import Deadline
 
@@ -40,6 +42,7 @@ class Setup:
     device: torch.device
     timeout: timedelta
     topology: Topology | None
+    engines: Engines | None = None
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,47 @@ class Asked:
     allow_rollback: bool
     offer: Offer | None
     """What this rank brings: what it offers, or accepts."""
+
+
+def make_asked(
+    me: Comer,
+    worlds: Sequence[str],
+    offer: Offer | None,
+    *,
+    version: int,
+    names: Sequence[str] | str | None,
+    to: Sequence[str] | str | None,
+    allow_rollback: bool,
+) -> Asked:
+    """Read the arguments of one call.
+
+    Args:
+        me: Who calls.
+        worlds: The destination worlds.
+        offer: What this rank brings.
+        version: As given.
+        names: As given.
+        to: As given.
+        allow_rollback: As given.
+
+    Raises:
+        ConfigError: Worlds that are unknown, a call of a rank that has no part in it, or a negative version.
+    """
+    others = sorted(worlds)
+    chosen = others if to is None else sorted({to} if isinstance(to, str) else set(to))
+    unknown = [world for world in chosen if world not in others]
+    if unknown or not chosen:
+        given = [to] if isinstance(to, str) else list(to or ())
+        raise ConfigError(f"to={given!r}: destination worlds are {', '.join(map(repr, others))}; name some.")
+    if me.role == "destination" and me.world not in chosen:
+        raise ConfigError(
+            f"World {me.world!r} has no part in a refit to {', '.join(map(repr, chosen))}; only the source and the "
+            f"worlds named call it."
+        )
+    if version < 0:
+        raise ConfigError(f"version={version}: versions count from 0.")
+    patterns = None if names is None else (names,) if isinstance(names, str) else tuple(names)
+    return Asked(version, tuple(chosen), patterns, allow_rollback, offer)
 
 
 @dataclass
@@ -83,7 +127,13 @@ class Current:
     report: RefitReport | None = None
 
 
-def make_report(setup: Setup, state: State, current: Current) -> RefitReport:
+def make_report(
+    setup: Setup,
+    state: State,
+    current: Current,
+    pause_seconds: float | None,
+    engine_seconds: Mapping[str, float],
+) -> RefitReport:
     """What this rank says of a refit that completed."""
     compiled, moved = current.compiled, current.moved
     assert compiled is not None
@@ -95,6 +145,7 @@ def make_report(setup: Setup, state: State, current: Current) -> RefitReport:
     mine = () if asked.offer is None or not writes else asked.offer.manifest.names
     refitted = {bound.piece.name for bound in compiled.live}
     given = setup.topology is not None
+    room_nbytes = 0 if asked.offer is None else asked.offer.room_nbytes
     bound = float(plan.bound.seconds) if given else None
     return RefitReport(
         session=setup.session,
@@ -114,9 +165,10 @@ def make_report(setup: Setup, state: State, current: Current) -> RefitReport:
         local_nbytes=moved.local_nbytes,
         link_nbytes=compiled.link_nbytes,
         links={scope.members[peer]: link for peer, link in moved.links.items()},
-        staging_nbytes=moved.staging_nbytes,
-        copies_nbytes=compiled.copies_nbytes,
+        staging_nbytes=moved.staging_nbytes + room_nbytes,
+        copies_nbytes=compiled.copies_nbytes + room_nbytes,
         paths=compiled.paths,
+        direct_fraction=compiled.direct_fraction,
         casts=compiled.casts,
         renamed={} if asked.offer is None else asked.offer.renamed,
         left_out=() if asked.offer is None else asked.offer.left_out,
@@ -125,4 +177,7 @@ def make_report(setup: Setup, state: State, current: Current) -> RefitReport:
         bound_seconds=bound,
         bound_fraction=float(plan.reach.busiest_seconds / plan.bound.seconds) if bound else None,
         digest=fingerprints.digest(current.prints) if current.prints is not None else "",
+        pause_seconds=pause_seconds,
+        engine_seconds=dict(engine_seconds),
+        copies_into={} if plan.topology.is_flat else {name: float(n) for name, n in plan.reach.copies_into},
     )

@@ -13,12 +13,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 
 from reshard.errors import ConfigError, LayoutError, RefitTimeout
+from reshard.layouts.dtensors import is_dtensor
 from reshard.layouts.layout import Layout, mesh_from_device_mesh
-from reshard.layouts.manifest import Manifest, is_dtensor
+from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
-from reshard.refit.agreement import Declared, Options, lay_out, or_tell_peers
-from reshard.refit.compiled import DEFAULT_TIMEOUT, CompiledRefit, RunReport, compile_declared, make_options
+from reshard.refit.agreement import or_tell_peers
+from reshard.refit.compile import compile_declared
+from reshard.refit.compiled import DEFAULT_TIMEOUT, CompiledRefit, RunReport
+from reshard.refit.declared import Declared, lay_out
 from reshard.refit.group import Group
+from reshard.refit.options import Options, make_options
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.transports.base import Deadline
 

@@ -79,6 +79,8 @@ class Failed:
     """Something went wrong here or elsewhere; connections may be gone."""
 
     error: BaseException
+    untouched: bool = False
+    """Whether it happened while committing, before anything was written to the live weights of this rank."""
 
 
 @dataclass(frozen=True)

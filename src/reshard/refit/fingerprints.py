@@ -1,7 +1,7 @@
 """Fingerprints: for each tensor one number of its bits, the same however it is laid out, kept at refit time.
 
-The fingerprint of an element is mixed from its place in the global tensor and its bits; that of a set of elements is
-the sum modulo 2**64. So parts can be summed on the ranks that hold them, and two layouts give the same number.
+That of some elements is a sum modulo 2**64 of their bits times numbers of their places in the global tensor. So parts
+can be summed on the ranks that hold them, and two layouts give the same number.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from reshard.transports.views import BoundMemory
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-    from reshard.layouts.manifest import BoundPiece
+    from reshard.layouts.bound import BoundPiece
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.plan import Plan
 
@@ -24,10 +24,7 @@ _MODULUS = 1 << 64
 
 
 def of_pieces(pieces: Iterable[BoundPiece], specs: Mapping[str, TensorSpec]) -> dict[str, int]:
-    """By tensor: the sum over what this rank has of it, to be compared with the same pieces later only.
-
-    Words are as large as the pieces allow, so sums of other pieces of the same tensor do not add up with these.
-    """
+    """By tensor: the sum over what this rank has of it."""
     sums: dict[str, int] = {}
     for bound in pieces:
         spec, name = specs[bound.piece.name], bound.piece.name
@@ -44,7 +41,7 @@ def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece]) -> dict[str, 
             continue
         for index, box in plan.string(at).items:
             spec = plan.specs[index]
-            value = int(box_sum(box, spec, memory, "fingerprint", word=min(spec.itemsize, 8)))
+            value = int(box_sum(box, spec, memory, "fingerprint"))
             sums[spec.name] = (sums.get(spec.name, 0) + value) % _MODULUS
     return sums
 

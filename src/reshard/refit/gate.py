@@ -12,7 +12,7 @@ import json
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from reshard.errors import RefitTimeout
+from reshard.errors import PeerError, RefitTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,12 +50,18 @@ class Gate:
         index = store.add(f"{epoch}/gates", 1) - 1
         store.set(f"{epoch}/gate_name/{index}", json.dumps([self._scope, len(self._members)]))
 
-    def gather(self, payload: str, deadline: Deadline) -> list[str]:
+    def gather(self, payload: str, deadline: Deadline, version: int = -1) -> list[str]:
         """Wait for all, and return what each said, in rank order.
+
+        Args:
+            payload: What this rank says.
+            deadline: For all to come.
+            version: What it comes for.
 
         Raises:
             EpochOver: Somebody came or went.
             RefitTimeout: A rank did not call in time; it is named.
+            PeerError: A rank cannot take part in the refit to this version.
         """
         call, size, store = self._calls, len(self._members), self._store
         self._calls += 1
@@ -66,7 +72,7 @@ class Gate:
         if store.check([f"{self._epoch}/over"]):
             reason = store.get(f"{self._epoch}/over").decode()
             store.compare_set(word, "", reason)
-            raise EpochOver(reason)
+            raise _ending(reason, version)
         if entered == (call + 1) * size:
             store.compare_set(word, "", _ALL_HERE)
         try:
@@ -74,11 +80,8 @@ class Gate:
         except RuntimeError:
             self._expire(word, keys, deadline)
         said = store.get(word).decode()
-        if said.startswith("{"):
-            facts = json.loads(said)
-            raise RefitTimeout(facts["message"], **facts["facts"])
         if said != _ALL_HERE:
-            raise EpochOver(said)
+            raise _ending(said, version)
         told = _get_all(store, keys)
         self._forget(call - 2)
         return told
@@ -103,6 +106,23 @@ class Gate:
         for key in keys:
             with contextlib.suppress(RuntimeError):  # a store that cannot delete grows; that is all
                 self._store.delete_key(key)
+
+
+def _ending(said: str, version: int) -> Exception:
+    """Why a gate does not open for the one who came for a version."""
+    if not said.startswith("{"):
+        return EpochOver(said)
+    facts = json.loads(said)
+    if "version" not in facts:
+        return RefitTimeout(facts["message"], **facts["facts"])
+    if facts["version"] == version:
+        return PeerError(facts["message"])
+    return EpochOver(facts["message"])  # it did not come for what was refused
+
+
+def refusal(version: int, message: str) -> str:
+    """The reason of an end that is an error for those who came for this version, and for no others."""
+    return json.dumps({"version": version, "message": message})
 
 
 def wake_gates(store: dist.Store, epoch: int, reason: str) -> None:

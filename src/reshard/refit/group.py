@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from reshard.errors import ConfigError, EnvironmentNotSupported, TransportError
 from reshard.transports.meeting import Meeting, store_of
-from reshard.transports.program import Link
+from reshard.transports.operations import Link
 from reshard.transports.shm import ShmTransport
 from reshard.transports.torch_p2p import TorchP2PTransport
 

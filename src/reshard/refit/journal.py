@@ -9,8 +9,13 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from reshard.refit import last_events
+
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
     from pathlib import Path
+
+    import torch.distributed as dist
 
     from reshard.errors import ReshardError
     from reshard.refit.events import Event
@@ -62,11 +67,32 @@ class Journal:
         if self._file is not None:
             self._append(self._file, [row])
 
-    def failed(self, error: ReshardError) -> None:
-        """Say that a refit failed, and write the last events beside the log."""
+    def returned(self, store: dist.Store, epoch: int) -> None:
+        """Leave the events of a call that completed in the store, for whoever looks after a failure of others."""
+        rows = list(self._kept)
+        first = max((at for at, row in enumerate(rows) if row["event"] in ("Called", "Joined")), default=0)
+        _quietly(lambda: last_events.leave(store, self.member, epoch, rows[first:], failed=False))
+
+    def failed(
+        self, error: ReshardError, store: dist.Store | None = None, members: Sequence[str] = (), epoch: int = 0
+    ) -> None:
+        """Say that a refit failed, and write the last events of every rank that can be reached beside the log.
+
+        Args:
+            error: As the caller sees it.
+            store: The session's part of the store, if it answers.
+            members: All that are expected.
+            epoch: Of the call that failed.
+        """
         logger.error("%s", error.message)
-        if self._file is not None:
-            self._append(f"{self._file}.failed", self._kept)
+        if store is not None:
+            _quietly(lambda: last_events.leave(store, self.member, epoch, list(self._kept), failed=True))
+        if self._file is None:
+            return
+        others: list[dict[str, Any]] = []
+        if store is not None:
+            _quietly(lambda: others.extend(last_events.collect(store, [m for m in members if m != self.member], epoch)))
+        self._append(f"{self._file}.failed", [*self._kept, *others])
 
     @property
     def events(self) -> tuple[dict[str, Any], ...]:
@@ -83,3 +109,11 @@ class Journal:
 
 def _version(row: dict[str, Any]) -> str:
     return "" if row["version"] is None else f"version {row['version']}"
+
+
+def _quietly(call: Callable[[], None]) -> None:
+    """What is left for others must not change what the caller is told."""
+    try:
+        call()
+    except (RuntimeError, OSError, ValueError) as error:
+        logger.debug("events cannot be exchanged: %s", error)

@@ -7,18 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from reshard.layouts.manifest import BoundPiece, binding_of
-from reshard.refit.agreement import clashing
+from reshard.layouts.bound import BoundPiece, binding_of
+from reshard.refit.contents import clashing
+from reshard.refit.room import carve
 from reshard.transports.shm import share_memory_
 from reshard.transports.views import aligned_word, copy_all, words
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from reshard.refit.agreement import Agreed
-
-_ALIGNED = 64
-"""Where a copy begins in its buffer, in bytes: a cache line."""
 
 
 class Copies:
@@ -31,7 +29,7 @@ class Copies:
     def __init__(self, staged: bool) -> None:
         self._staged = staged
         self._taken: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        self._put: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+        self._put: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self.nbytes = 0
         self.clashing = False
         """Whether a source is copied since this rank's own destination would overwrite it."""
@@ -62,40 +60,41 @@ class Copies:
         chosen = {
             at: getattr(torch, dtypes[bound.piece.name])
             for at, bound in enumerate(agreed.dst_pieces)
-            if self._staged or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
+            if (self._staged and bound.binding.buffer not in agreed.rooms)
+            or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
         }
         pieces, copies = self._copied(agreed.dst_pieces, chosen, shared=False)
-        self._put = _as_words([agreed.dst_pieces[at].view for at in chosen], copies)
+        pairs = _as_words([agreed.dst_pieces[at].view for at in chosen], copies)
+        self._put = dict(zip(chosen, zip(*pairs, strict=True), strict=True)) if chosen else {}
         return pieces
 
     def take(self) -> None:
         """Copy what is sent as it is now; exact to ``tensor.to(dtype)`` where it is cast."""
         _copy(*self._taken)
 
-    def put(self) -> None:
-        """Copy what has landed into the live weights; casts likewise."""
-        _copy(*self._put)
+    def put(self, some: Iterable[int] | None = None) -> None:
+        """Copy what has landed into the live weights; casts likewise.
+
+        Args:
+            some: Places in the destination pieces; all of them if not given.
+        """
+        pairs = list(self._put.values()) if some is None else [self._put[at] for at in some if at in self._put]
+        _copy([target for target, _ in pairs], [copy for _, copy in pairs])
 
     def _copied(
         self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype], *, shared: bool
     ) -> tuple[tuple[BoundPiece, ...], list[torch.Tensor]]:
         """The pieces with those at ``chosen`` in memory of their own, all of it in one buffer."""
-        offsets, nbytes = [], 0
-        for at, dtype in chosen.items():
-            offsets.append(nbytes)
-            nbytes += -(-pieces[at].view.numel() * dtype.itemsize // _ALIGNED) * _ALIGNED
-        if not nbytes:
+        if not sum(pieces[at].view.numel() for at in chosen):
             return tuple(pieces), []
-        buffer = torch.zeros(nbytes, dtype=torch.uint8, device=pieces[next(iter(chosen))].view.device)
+        shapes = [(tuple(pieces[at].view.shape), dtype) for at, dtype in chosen.items()]
+        buffer, copies = carve(shapes, pieces[next(iter(chosen))].view.device)
         if shared and buffer.device.type == "cpu":
             share_memory_([buffer])
-        self.nbytes += nbytes
-        result, copies = list(pieces), []
-        for (at, dtype), offset in zip(chosen.items(), offsets, strict=True):
-            view = pieces[at].view
-            copy = buffer[offset : offset + view.numel() * dtype.itemsize].view(dtype).view(view.shape)
+        self.nbytes += buffer.numel()
+        result = list(pieces)
+        for at, copy in zip(chosen, copies, strict=True):
             result[at] = replace(pieces[at], binding=binding_of(copy), view=copy)
-            copies.append(copy)
         return tuple(result), copies
 
 
@@ -117,6 +116,11 @@ def _words(view: torch.Tensor) -> torch.Tensor:
     return words(
         view.untyped_storage(), at, tuple(view.shape), tuple(view.stride()), itemsize, aligned_word(itemsize, 0)
     )
+
+
+def copy_bits(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    """Copy each source into the target of its dtype and shape."""
+    _copy(*_as_words(list(targets), list(sources)))
 
 
 def _copy(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:

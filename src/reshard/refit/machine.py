@@ -79,7 +79,15 @@ class State:
 
 
 Effect = Literal["", "start", "tear", "serve", "end", "meet"]
-Guard = Literal["", "connecting", "refitting", "writes in place", "writes beside or nothing"]
+Guard = Literal[
+    "",
+    "connecting",
+    "refitting",
+    "writes in place",
+    "writes beside or nothing",
+    "has begun to write",
+    "wrote nothing yet",
+]
 
 
 @dataclass(frozen=True)
@@ -98,9 +106,9 @@ P = Phase
 _GIVE_UP = (C.END_EPOCH, C.RAISE)
 
 TABLE: tuple[Transition, ...] = (
-    Transition(P.APART, ev.Joined, P.MEETING, (C.MEET,)),
-    Transition(P.APART, ev.Called, P.MEETING, (C.MEET,), effect="start"),
-    Transition(P.READY, ev.Called, P.GATHERING, (C.GATHER,), effect="start"),
+    Transition(P.APART, ev.Joined, P.MEETING, (C.BEGIN, C.MEET)),
+    Transition(P.APART, ev.Called, P.MEETING, (C.BEGIN, C.MEET), effect="start"),
+    Transition(P.READY, ev.Called, P.GATHERING, (C.BEGIN, C.GATHER), effect="start"),
     Transition(P.MEETING, ev.Met, P.READY, (C.RETURN,), "connecting", "meet"),
     Transition(P.MEETING, ev.Met, P.GATHERING, (C.GATHER,), "refitting", "meet"),
     Transition(P.GATHERING, ev.Outdated, P.MEETING, (C.END_EPOCH, C.MEET)),
@@ -111,7 +119,7 @@ TABLE: tuple[Transition, ...] = (
     Transition(P.MOVING, ev.Moved, P.LANDED, (C.AWAIT_LANDED,)),
     Transition(P.LANDED, ev.AllLanded, P.COMMITTING, (C.COMMIT,)),
     Transition(P.COMMITTING, ev.Committed, P.CONFIRMING, (C.AWAIT_COMMITTED,), effect="serve"),
-    Transition(P.CONFIRMING, ev.AllCommitted, P.READY, (C.RETURN,), effect="end"),
+    Transition(P.CONFIRMING, ev.AllCommitted, P.READY, (C.RESUME, C.RETURN), effect="end"),
     # what goes wrong
     Transition(P.MEETING, ev.Failed, P.APART, _GIVE_UP, effect="end"),
     Transition(P.GATHERING, ev.Failed, P.APART, _GIVE_UP, effect="end"),
@@ -120,8 +128,10 @@ TABLE: tuple[Transition, ...] = (
     Transition(P.MOVING, ev.Failed, P.APART, _GIVE_UP, "writes beside or nothing", "end"),
     Transition(P.LANDED, ev.Failed, P.APART, _GIVE_UP, "writes in place", "tear"),
     Transition(P.LANDED, ev.Failed, P.APART, _GIVE_UP, "writes beside or nothing", "end"),
-    Transition(P.COMMITTING, ev.Failed, P.APART, _GIVE_UP, effect="tear"),
+    Transition(P.COMMITTING, ev.Failed, P.APART, _GIVE_UP, "has begun to write", "tear"),
+    Transition(P.COMMITTING, ev.Failed, P.APART, _GIVE_UP, "wrote nothing yet", "end"),
     Transition(P.CONFIRMING, ev.Failed, P.APART, _GIVE_UP, effect="end"),
+    Transition(P.READY, ev.Failed, P.APART, _GIVE_UP, effect="end"),
     Transition(P.APART, ev.Closed, P.CLOSED, (C.LEAVE,)),
     Transition(P.READY, ev.Closed, P.CLOSED, (C.LEAVE,)),
 )
@@ -134,12 +144,12 @@ def step(state: State, event: ev.Event) -> tuple[State, tuple[Command, ...]]:
         AssertionError: The event cannot happen in this phase: a mistake of the runner.
     """
     for row in TABLE:
-        if row.phase is state.phase and isinstance(event, row.on) and _holds(row.guard, state):
+        if row.phase is state.phase and isinstance(event, row.on) and _holds(row.guard, state, event):
             return _apply(row.effect, replace(state, phase=row.to), event), row.commands
     raise AssertionError(f"{type(event).__name__} cannot happen while {state.phase.value}")
 
 
-def _holds(guard: Guard, state: State) -> bool:
+def _holds(guard: Guard, state: State, event: ev.Event) -> bool:
     match guard:
         case "":
             return True
@@ -151,6 +161,10 @@ def _holds(guard: Guard, state: State) -> bool:
             return state.writes and not state.staged
         case "writes beside or nothing":
             return state.staged or not state.writes
+        case "has begun to write":
+            return not (isinstance(event, ev.Failed) and event.untouched)
+        case "wrote nothing yet":
+            return isinstance(event, ev.Failed) and event.untouched
         case never:
             assert_never(never)
 

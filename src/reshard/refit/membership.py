@@ -93,6 +93,8 @@ class Register:
         self._expect = dict(sorted(expect.items()))
         self._session = session
         self._suspects: dict[Member, set[str]] = {}
+        self.left = ""
+        """Why this process comes to no meeting any more; another thread may set it."""
 
     @property
     def expected(self) -> tuple[Member, ...]:
@@ -108,6 +110,8 @@ class Register:
         self._store.set("expect", json.dumps(self._expect))
         self._seen: set[Member] = set()
         while True:
+            if self.left:
+                raise MembershipError(f"Session {self._session!r}: {self._me.member} has left: {self.left}.")
             attempt = self._current_attempt()
             roster = self._attend(attempt, deadline)
             if roster is not None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.layouts.manifest import Manifest
+from reshard.refit.landed import Hooks
 from reshard.refit.names import renamed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from reshard.refit.names import Rename
+    from reshard.refit.whole import Whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,6 +26,20 @@ class Offer:
     manifest: Manifest
     renamed: Mapping[str, str]
     """By new name: the model's own, where they differ."""
+
+    hooks: Hooks = field(default_factory=Hooks)
+    """Whom a destination calls when it commits."""
+
+    whole: tuple[Whole, ...] = ()
+    """What a destination takes whole, though it keeps pieces of it or hands it on."""
+
+    rooms: tuple[Any, ...] = ()
+    """Memory of the session that some pieces are bound to: nobody reads it before the commit."""
+
+    @property
+    def room_nbytes(self) -> int:
+        """Bytes of that memory."""
+        return sum(room.numel() * room.element_size() for room in self.rooms)
 
     @property
     def left_out(self) -> tuple[str, ...]:

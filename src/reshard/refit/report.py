@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.units import format_nbytes, format_seconds
@@ -59,7 +59,7 @@ class RefitReport:
     """The part of it that casts and landing room take: not bounded by ``staging_nbytes=`` but by the rank's weights."""
 
     paths: Mapping[str, str]
-    """By tensor: the rules by which its bytes travel."""
+    """By tensor: the rules by which its bytes travel; before them whether it goes whole, where to and why."""
 
     casts: tuple[Cast, ...]
     renamed: Mapping[str, str]
@@ -83,6 +83,18 @@ class RefitReport:
     digest: str = ""
     """Of the fingerprints of all tensors; empty where none are kept."""
 
+    direct_fraction: float = 1.0
+    """The share of the bytes of all tensors, each once, that every destination takes by its pieces; others go whole."""
+
+    pause_seconds: float | None = None
+    """For how long engines stood still, the longest of them; None on ranks that drive none."""
+
+    engine_seconds: Mapping[str, float] = field(default_factory=dict)
+    """By engine that this rank drives: for how long it stood still."""
+
+    copies_into: Mapping[str, float] = field(default_factory=dict)
+    """By domain: how many copies of what its ranks want enter it over the network; empty where there is one domain."""
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for logs."""
         return asdict(self)
@@ -96,9 +108,11 @@ class RefitReport:
         part = f" in part ({self.untouched} untouched)" if self.partial else ""
         phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.phases.items())
         casts = f", {len(self.casts)} cast" if self.casts else ""
+        direct = f", {self.direct_fraction:.0%} of bytes direct" if self.direct_fraction < 1 else ""
+        stood = "" if self.pause_seconds is None else f", engines stood still for {format_seconds(self.pause_seconds)}"
         return (
             f"{self.member}: version {self.version}{part} to {', '.join(self.to)}: "
-            f"{self.tensors} tensors{casts}{changed}, "
+            f"{self.tensors} tensors{casts}{changed}{direct}, "
             f"{format_nbytes(self.sent_nbytes)} out, {format_nbytes(self.received_nbytes)} in, "
-            f"{format_seconds(self.seconds)} ({phases})"
+            f"{format_seconds(self.seconds)} ({phases}){stood}"
         )

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from typing import TYPE_CHECKING
 
-from reshard.errors import MembershipError, ReshardError, TransportError, VersionError
+from reshard.errors import InstallError, MembershipError, ReshardError, VersionError
 from reshard.layouts.manifest import find_rebound
 from reshard.refit import events as ev
 from reshard.refit import fingerprints
-from reshard.refit.agreement import Declared
 from reshard.refit.call import Asked, Current, Scope, Setup, make_report
-from reshard.refit.commands import AWAITED, Command
-from reshard.refit.compiled import compile_declared
+from reshard.refit.commands import AWAITED, TO_ENGINES, Command
+from reshard.refit.compile import compile_declared
+from reshard.refit.declared import Declared
+from reshard.refit.drive import make_drive
+from reshard.refit.epochs import Epochs, quietly
 from reshard.refit.fleet import Request, check_fingerprints, check_requests
-from reshard.refit.gate import EpochOver, Gate
-from reshard.refit.group import Group
+from reshard.refit.gate import EpochOver
+from reshard.refit.install import Installation
 from reshard.refit.machine import Phase, State, check_invariants, step
-from reshard.refit.membership import Register
 from reshard.refit.names import matching
-from reshard.refit.status import SESSIONS, MemberStatus, prefix_of, write_status
-from reshard.refit.store import make_group, open_store, prefixed
+from reshard.refit.status import MemberStatus, write_status
 from reshard.refit.telling import Place, error_for_caller, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    import torch.distributed as dist
-
+    from reshard.layouts.manifest import Manifest
     from reshard.refit.compiled import CompiledRefit
     from reshard.refit.journal import Journal
-    from reshard.refit.membership import Roster
     from reshard.refit.offers import Offer
     from reshard.refit.report import RefitReport
     from reshard.transports.base import Deadline
@@ -55,17 +52,14 @@ class Runner:
         self.state = State(writes=setup.me.role == "destination", staged=setup.options.commit == "staged")
         self._kept_prints: dict[tuple[str, ...], dict[str, int]] = {}
         self.on_commit: Callable[[CompiledRefit, int], None] | None = None
-        self.roster: Roster | None = None
-        """The members of this epoch; None between two."""
-        self.destinations: tuple[str, ...] = ()
-        """The destination worlds, known since the members met first."""
-        self._store: dist.Store | None = None
-        self._register: Register | None = None
-        self._scopes: dict[tuple[str, ...], Scope] = {}
+        self.epochs = Epochs(setup)
         self._current: Current | None = None
         self._deadline: Deadline
         self._error = ""
         self._planned_with: Offer | None = None
+        self.declined = ""
+        """Why this rank cannot take part in refits; empty while it can."""
+        self._drive = make_drive(setup)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -102,6 +96,10 @@ class Runner:
             for command in commands:
                 if command in AWAITED:
                     pending = self._await(command)
+                elif command in TO_ENGINES:
+                    pending = self._tell_engines(command)
+                    if pending is not None:
+                        break
                 else:
                     self._do(command, cause, before)
 
@@ -113,13 +111,27 @@ class Runner:
         except EpochOver as over:
             return ev.Outdated(str(over))
         except RuntimeError as error:
-            return ev.Failed(self._lost_store(error) if self._is_lost() else error)
+            return ev.Failed(self.epochs.lost_store(error) if self.epochs.is_lost else error)
         except BaseException as error:  # an interrupt too: others must hear of it
-            return ev.Failed(error)
+            return ev.Failed(error, isinstance(error, InstallError) and bool(error.facts["untouched"]))
         finally:
             if self._current is not None:
                 spent = self._current.phases.get(phase, 0.0) + time.perf_counter() - began
                 self._current.phases[phase] = spent
+
+    def _tell_engines(self, command: Command) -> ev.Failed | None:
+        """Carry out a command to engines; what failed, if it did."""
+        asked = None if self._current is None else self._current.asked
+        try:
+            if command is Command.RESUME:
+                self._drive.done()
+            else:
+                self._drive.begin(asked, self._deadline)
+        except BaseException as error:
+            if self.state.phase is Phase.GATHERING and asked is not None:  # others wait at the gate for this rank
+                self.epochs.refuse(asked.version, text_of(error))
+            return ev.Failed(error)
+        return None
 
     def _do(self, command: Command, cause: ev.Event, before: State) -> None:
         if command is Command.END_EPOCH:
@@ -130,28 +142,25 @@ class Runner:
         elif command is Command.RETURN:
             self._error = ""
             if self._current is not None:
-                self._current.report = make_report(self.setup, self.state, self._current)
+                self._current.report = make_report(
+                    self.setup, self.state, self._current, self._drive.pause_seconds, self._drive.engine_seconds
+                )
+                if (store := self.epochs.store) is not None:
+                    self.journal.returned(store, self.state.epoch)
         elif command is Command.LEAVE:
-            self._leave("it left the session")
+            self.epochs.leave("it left the session")
+            self.epochs.forget_store()
 
     # -- effects -----------------------------------------------------------------------------------------------------
 
     def _meet(self) -> ev.Event:
-        setup = self.setup
-        if self._store is None:
-            whole = open_store(setup.store, self._deadline) if isinstance(setup.store, str) else setup.store
-            self._store = whole
-            self._register = Register(self._part(), setup.me, setup.expect, setup.session)
-            self._announce(whole)
+        if self.epochs.open(self._deadline):
             self._say()
-        assert self._register is not None
-        self.roster = self._register.meet(self._deadline)
-        self.destinations = self.roster.destinations
-        return ev.Met(self.roster.epoch)
+        return ev.Met(self.epochs.meet(self._deadline))
 
     def _gather(self) -> ev.Event:
         current, asked = self._now, self._now.asked
-        scope = current.scope = self._scope(asked.to)
+        scope = current.scope = self.epochs.scope(asked.to)
         serving = self.state.serving if self.state.writes else None
         fresh = asked.offer is not self._planned_with
         names = () if asked.offer is None else asked.offer.manifest.names
@@ -161,7 +170,7 @@ class Runner:
         )
         if asked.names in scope.compiled:
             scope.compiled[asked.names].take()  # before anybody can know that all are here, and read in place
-        told = scope.gate.gather(json.dumps(request.to_json()), current.deadline)
+        told = scope.gate.gather(json.dumps(request.to_json()), current.deadline, asked.version)
         current.requests = tuple(Request.from_json(json.loads(row)) for row in told)
         try:
             check_requests(current.requests, scope.members)
@@ -174,6 +183,8 @@ class Runner:
 
     def _fault(self) -> str:
         """What keeps this rank from taking part, told to all before anything begins."""
+        if self.declined:
+            return self.declined
         offer = self._now.asked.offer
         verb = "accepted" if self.state.writes else "offered"
         if offer is None:
@@ -230,7 +241,8 @@ class Runner:
         if asked.names is not None:
             manifest = manifest.select(matching(manifest.names, asked.names))
         src, dst = (None, manifest) if self.state.writes else (manifest, None)
-        declared = Declared(src, dst, setup.options, setup.me.world, setup.me.rank)
+        rooms = frozenset(room.untyped_storage().data_ptr() for room in offer.rooms)
+        declared = Declared(src, dst, setup.options, setup.me.world, setup.me.rank, rooms, _reasons(offer, manifest))
         return compile_declared(scope.group, declared, setup.topology, deadline)
 
     def _move(self) -> ev.Event:
@@ -246,8 +258,9 @@ class Runner:
     def _commit(self) -> ev.Event:
         compiled = self._now.compiled
         assert compiled is not None
-        if self.state.staged:
-            compiled.commit()
+        if self.state.writes and (offer := self._now.asked.offer) is not None:
+            Installation(compiled, offer, self._now.asked.version, self._now.deadline).run(staged=self.state.staged)
+        self._drive.commit(self._now.deadline)
         if self._now.prints is not None:
             kept = self._prints
             self._now.unchanged = tuple(name for name, value in self._now.prints.items() if kept.get(name) == value)
@@ -274,80 +287,27 @@ class Runner:
         assert self._now.scope is not None
         return self._now.scope
 
-    # -- an epoch ----------------------------------------------------------------------------------------------------
-
-    def _scope(self, worlds: tuple[str, ...]) -> Scope:
-        """The members of these worlds in this epoch, joined at the first refit to them."""
-        if worlds in self._scopes:
-            return self._scopes[worlds]
-        assert self.roster is not None
-        members = self.roster.of_worlds(worlds)
-        names = tuple(str(member) for member in members)
-        rank, epoch, timeout = members.index(self.setup.me.member), self.roster.epoch, self.setup.timeout
-        label = "+".join(worlds)
-        store = prefixed(self._part(), f"{epoch}/group/{label}")
-        process_group = make_group(store, rank, len(members), self.setup.device, timeout)
-        gate = Gate(self._part(), epoch, label, rank, names)
-        scope = Scope(names, rank, gate, process_group, Group.of(process_group, timeout))
-        self._scopes[worlds] = scope
-        return scope
-
     def _end_epoch(self, cause: ev.Event) -> None:
         """Tell whoever waits for this rank, and give back connections and staging."""
         reason = cause.reason if isinstance(cause, ev.Outdated) else text_of(getattr(cause, "error", None))
         current = self._current
-        if current is not None and current.scope is not None and isinstance(cause, ev.Failed):
-            _quietly(lambda: self._now_scope.group.meeting.fail("refit", reason))
-        if self.roster is not None and self._register is not None and isinstance(cause, ev.Failed):
-            epoch = self.roster.epoch
-            told = f"{self.setup.me.member} failed: {reason}"
-            _quietly(lambda: None if self._register is None else self._register.end(epoch, told))
-        self._leave(reason)
-        if self._is_lost() and isinstance(self.setup.store, str):
-            self._store = None  # connect anew: its host may be back by then
-
-    def _leave(self, reason: str) -> None:
-        for scope in self._scopes.values():
-            scope.compiled.clear()
-            _quietly(lambda scope=scope: scope.group.abort(reason))  # type: ignore[misc]
-            _quietly(scope.group.close)
-        self._scopes.clear()
-        self.roster = None
-        if self.state.phase is Phase.CLOSED:
-            self._store = None
-
-    def _is_lost(self) -> bool:
-        """Whether the store no longer answers."""
-        if self._store is None:
-            return False
-        try:
-            self._store.check(["reshard"])
-        except RuntimeError:
-            return True
-        return False
-
-    def _lost_store(self, error: RuntimeError) -> TransportError:
-        where = f" {self.setup.store}" if isinstance(self.setup.store, str) else ""
-        return TransportError(
-            f"{self.setup.me.member} lost the store{where}: {error}. "
-            f"The process that serves it must run; served again at the same address, it is found again."
-        )
+        if isinstance(cause, ev.Failed):
+            if current is not None and current.scope is not None:
+                quietly(lambda: self._now_scope.group.meeting.fail("refit", reason))
+            self.epochs.fail(reason)
+        self.epochs.leave(reason)
+        if self.epochs.is_lost and isinstance(self.setup.store, str):
+            self.epochs.forget_store()  # connect anew: its host may be back by then
 
     # -- what others and the caller see --------------------------------------------------------------------------------
 
-    def _part(self) -> dist.Store:
-        """The session's part of the store."""
-        assert self._store is not None
-        return prefixed(self._store, prefix_of(self.setup.session))
-
     @property
-    def store(self) -> dist.Store | None:
-        """The session's part of the store; None while there is none."""
-        return None if self._store is None else self._part()
-
-    def _announce(self, whole: dist.Store) -> None:
-        index = whole.add(SESSIONS, 1) - 1
-        whole.set(f"{SESSIONS}/{index}", self.setup.session)
+    def landed_nbytes(self) -> tuple[int, int]:
+        """Bytes that have landed here in the refit under way, and all that it brings; other threads may look."""
+        current = self._current
+        moving = self.state.phase in (Phase.MOVING, Phase.LANDED, Phase.COMMITTING, Phase.CONFIRMING)
+        compiled = None if current is None or not moving else current.compiled
+        return (0, 0) if compiled is None else compiled.landed_nbytes
 
     @property
     def status(self) -> MemberStatus:
@@ -370,11 +330,25 @@ class Runner:
         )
 
     def _say(self) -> None:
-        if self._store is not None:
-            _quietly(lambda: write_status(self._part(), self.status))
+        store = self.epochs.store
+        if store is not None:
+            quietly(lambda: write_status(store, self.status))
 
     def _told(self, cause: ev.Failed | ev.Refused, before: State) -> BaseException:
         """The error for the caller."""
+        told = self._with_place(cause, before)
+        untold = self._drive.failed(told)
+        if untold and isinstance(told, ReshardError):
+            told = type(told)(f"{told.message} {untold}", **told.facts)
+            told.__cause__ = cause.error
+        if told is not cause.error and isinstance(told, ReshardError):
+            self._error = f"{type(told).__name__}: {told.message}"
+            self._say()
+            members = [f"{world} rank {rank}" for world, size in self.setup.expect.items() for rank in range(size)]
+            self.journal.failed(told, self.epochs.store, members, before.epoch)
+        return told
+
+    def _with_place(self, cause: ev.Failed | ev.Refused, before: State) -> BaseException:
         current = self._current
         if not isinstance(cause.error, Exception):
             return cause.error  # an interrupt
@@ -387,11 +361,7 @@ class Runner:
             None if current is None else current.asked.version,
             () if current is None or current.scope is None else current.scope.members,
         )
-        told = error_for_caller(cause.error, place, self.state, began=isinstance(cause, ev.Failed))
-        self._error = f"{type(told).__name__}: {told.message}"
-        self._say()
-        self.journal.failed(told)
-        return told
+        return error_for_caller(cause.error, place, self.state, began=isinstance(cause, ev.Failed))
 
 
 _EFFECTS: dict[Command, Callable[[Runner], ev.Event]] = {
@@ -405,7 +375,7 @@ _EFFECTS: dict[Command, Callable[[Runner], ev.Event]] = {
 }
 
 
-def _quietly(call: Callable[[], None]) -> None:
-    """Carry out what may fail without changing what is told: the failure that led here is the one to know of."""
-    with contextlib.suppress(RuntimeError, ReshardError, OSError):
-        call()
+def _reasons(offer: Offer, manifest: Manifest) -> dict[str, str]:
+    """Why the rank takes some tensors of a refit whole."""
+    names = set(manifest.names)
+    return {one.name: one.reason for one in offer.whole if one.name in names}

@@ -1,29 +1,25 @@
-"""Session: what a user holds: connect, offer or accept, refit again and again, close."""
+"""Session: what a user holds: offer or accept, refit again and again, close."""
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
-import socket
-import uuid
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-import torch
-
 from reshard.errors import ConfigError
-from reshard.refit import fingerprints
-from reshard.refit.call import Asked, Setup
+from reshard.refit.accept import make_acceptance
+from reshard.refit.call import Asked, make_asked
 from reshard.refit.collective import Work
-from reshard.refit.compiled import DEFAULT_TIMEOUT, make_options
-from reshard.refit.journal import Journal
-from reshard.refit.membership import Comer
+from reshard.refit.kept import Kept
+from reshard.refit.landed import Hooks
+from reshard.refit.metrics import Metrics
 from reshard.refit.names import matching
 from reshard.refit.offers import make_offer
-from reshard.refit.runner import Runner
+from reshard.refit.progress import ProgressLine, Watch
+from reshard.refit.room import nbytes_beside
 from reshard.refit.snapshot import Snapshot
-from reshard.refit.status import read_status
-from reshard.refit.store import ServedStore
+from reshard.refit.status import read_status, wait_until_published
 from reshard.refit.timeline import to_perfetto
 from reshard.transports.base import Deadline
 
@@ -32,112 +28,31 @@ if TYPE_CHECKING:
     from datetime import timedelta
     from pathlib import Path
 
-    import torch.distributed as dist
-
-    from reshard.layouts.manifest import BoundPiece
+    from reshard.layouts.piece import TensorSpec
     from reshard.refit.compiled import CompiledRefit
+    from reshard.refit.landed import Committed, Install, Installed, Loader
     from reshard.refit.machine import Serving
-    from reshard.refit.membership import Role
     from reshard.refit.names import Rename
     from reshard.refit.offers import Offer
     from reshard.refit.report import RefitReport
+    from reshard.refit.runner import Runner
     from reshard.refit.status import MemberStatus
-    from reshard.topology.topology import Topology
-
-Commit = Literal["staged", "in-place"]
-_COMMITS = ("staged", "in-place")
-_KEPT_VERSIONS = 4
-"""Versions whose fingerprints are remembered, to say which one a tensor is."""
-
-
-def connect(
-    store: str | ServedStore | dist.Store,
-    *,
-    role: Role,
-    world: str,
-    rank: int | None = None,
-    world_size: int | None = None,
-    expect: Mapping[str, int],
-    session: str = "default",
-    device: torch.device | str | None = None,
-    staging_nbytes: int | str = "512MiB",
-    commit: Commit = "staged",
-    verify: str = "sum",
-    strategy: str = "reshard",
-    transport: str = "auto",
-    topology: Topology | None = None,
-    timeout: timedelta = DEFAULT_TIMEOUT,
-    events: str | Path | None = None,
-) -> Session:
-    """Join a session: one source world and any number of destination worlds, launched by whatever launched them.
-
-    Every process of every world calls it, in any order. No default process group is needed or touched.
-
-    Args:
-        store: Where all meet: the address that ``serve_store`` gave, or any torch store that all share.
-        role: ``"source"`` for the world that has the weights, ``"destination"`` for one that needs them.
-        world: This world's name.
-        rank: This process's number in its world; from torchrun's or Slurm's environment if not given.
-        world_size: Processes of this world; from there too. It must be what ``expect`` says.
-        expect: Processes of each world, by name; the same on all members.
-        session: Several sessions can share a store.
-        device: Where the weights lie; the CPU if not given.
-        staging_nbytes: The most staging memory of this rank; the least of all ranks' limits counts.
-        commit: ``"staged"``: bytes land beside the live weights, which change when all ranks have them (room for one
-            copy of this rank's own weights). ``"in-place"``: a failure in between leaves the rank torn.
-        verify: ``"none"``, ``"sum"``, or ``"fingerprint"``, which also keeps what ``Session.verify`` compares with.
-        strategy: As ``compile_refit``.
-        transport: As ``compile_refit``.
-        topology: As ``compile_refit``; ranks count the source world first, then destination worlds by name.
-        timeout: For all members to come, and for each later call that is given no other.
-        events: A file to which this rank appends its events, one line of JSON each.
-
-    Raises:
-        ConfigError: An argument that cannot be right.
-        MembershipError: Members are missing at the deadline, there twice, or not expected; all are named.
-        TransportError: Nobody serves the store.
-    """
-    rank = _from_environment("rank", rank, "RANK", "SLURM_PROCID")
-    size = _from_environment("world_size", world_size, "WORLD_SIZE", "SLURM_NTASKS", default=expect.get(world))
-    if role not in ("source", "destination"):
-        raise ConfigError(f"role={role!r} is unknown; a world is a 'source' or a 'destination'.")
-    if commit not in _COMMITS:
-        raise ConfigError(f"commit={commit!r} is unknown; use one of {', '.join(_COMMITS)}.")
-    if size != expect.get(world, size):
-        raise ConfigError(
-            f"World {world!r} has {size} processes here (world_size), and expect= says {expect[world]}. Correct one."
-        )
-    options = make_options(
-        strategy=strategy, transport=transport, verify=verify, staging_nbytes=staging_nbytes, casts=True, commit=commit
-    )
-    me = Comer(world, rank, role, uuid.uuid4().hex, f"{socket.gethostname()} pid {os.getpid()}")
-    setup = Setup(
-        session,
-        str(store) if isinstance(store, str | ServedStore) else store,
-        me,
-        dict(expect),
-        options,
-        torch.device(device or "cpu"),
-        timeout,
-        topology,
-    )
-    runner = Runner(setup, Journal(session, str(me.member), events))
-    runner.join(Deadline.after(timeout))
-    return Session(runner)
 
 
 class Session:
     """One rank's part in a session; made by ``connect``."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, *, progress: bool = False) -> None:
         self._runner = runner
+        me = runner.setup.me
+        self.metrics = Metrics(runner.setup.session, me.world, me.rank)
+        """What Prometheus can be told of this rank: ``text()``, ``write(file)``, ``register()``."""
+        self._watch = Watch(runner) if progress else None
         self._offer: Offer | None = None
         self._snapshot: Snapshot | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._last: Any = None
-        self._known: dict[str, dict[int, int]] = {}
-        self._committed: dict[str, list[BoundPiece]] = {}
-        self._installed: Callable[[str, int], None] | None = None
+        self._kept = Kept()
         runner.on_commit = self._after_commit
 
     # -- what this rank has -------------------------------------------------------------------------------------------
@@ -156,8 +71,29 @@ class Session:
             ManifestError, LayoutError: What cannot be described.
         """
         self._check_role("source", "offer", "accept")
+        self._runner.declined = ""
         self._offer = make_offer(model, world=self._runner.setup.me.world, rename=rename)
         self._snapshot = None
+        self._runner.epochs.offer(tuple(entry.spec for entry in self._offer.manifest.entries))
+
+    def offered(self, timeout: timedelta | None = None) -> tuple[TensorSpec, ...]:
+        """Say what the source world offers, once all of its ranks have; for engines that learn from it what they want.
+
+        Args:
+            timeout: For the source to offer; the session's if not given.
+
+        Returns:
+            Names, global shapes and dtypes, merged over the source's ranks, in plan order.
+
+        Raises:
+            ConfigError: This world is the source.
+            RefitTimeout: Ranks of the source have offered nothing by the deadline; they are named.
+            ManifestError: Two ranks offer different shapes or dtypes under one name.
+            TransportError: The store is lost.
+        """
+        self._check_open()
+        self._check_role("destination", "offer", "offered")
+        return self._runner.epochs.offered(Deadline.after(timeout or self._runner.setup.timeout))
 
     def accept(
         self,
@@ -165,7 +101,10 @@ class Session:
         *,
         groups: Mapping[str, str] | Callable[[str], str] | None = None,
         rename: Rename | None = None,
-        installed: Callable[[str, int], None] | None = None,
+        installed: Installed | None = None,
+        install: Install | None = None,
+        committed: Committed | None = None,
+        loaders: Mapping[str, Loader] | None = None,
     ) -> None:
         """Say where this rank of a destination wants its weights; their addresses never change.
 
@@ -175,17 +114,49 @@ class Session:
             rename: As ``offer``.
             installed: Called as ``installed(group, version)`` after the live weights of a group are the new ones, in
                 order of groups: for what is derived from weights. An error in it fails the refit.
+            install: Takes what has landed, one install group at a time in their order, once all ranks have verified.
+                Bytes land in memory of the session, so the manifest needs no live memory. It may block as long as
+                ``Landed.timeout_seconds``. An error in it leaves the rank torn, unless it comes from the first hook
+                that is called and has an attribute ``untouched`` that is True: nothing was written then, and the old
+                version serves.
+            committed: Called as ``committed(version)`` after the last group of this rank, before other ranks are
+                waited for.
+            loaders: By pattern of names as both sides use them, for tensors that a loader does more with than to move
+                them: each is taken whole, and given to ``loader(name, tensor)`` after the other tensors of its
+                install group; the next refit writes the tensor again. A pattern that matches nothing of what is
+                accepted is looked for among what the source offers, and waits for it. All ranks of a world give the
+                same.
 
         Raises:
-            ConfigError: This world is the source.
+            ConfigError: This world is the source; or ``install`` in a session whose commit is in place.
             ManifestError, LayoutError: What cannot be described.
         """
         self._check_role("destination", "accept", "offer")
-        self._installed = installed
-        self._known.clear()  # of memory that it may no longer be
-        self._committed.clear()
-        world = self._runner.setup.me.world
-        self._offer = make_offer(model_or_manifest, world=world, rename=rename, groups=groups)
+        self._runner.declined = ""
+        hooks = Hooks(install, installed, committed, loaders)
+        setup = self._runner.setup
+        self._offer = make_acceptance(
+            model_or_manifest, setup, hooks, rename=rename, groups=groups, offered=self.offered
+        )
+        self._kept.forget()
+
+    def decline(self, reason: str) -> None:
+        """Say why this rank cannot take part: its refits then fail on all ranks, with this reason, before they begin.
+
+        For an engine that cannot say what it wants. The next ``offer`` or ``accept`` takes it back.
+        """
+        self._runner.declined = reason
+
+    @property
+    def landing_nbytes(self) -> int:
+        """Bytes beside the live weights in which refits of this rank land, known before the first one.
+
+        They are kept between refits. A tensor that is cast here after landing takes its wire's dtype besides.
+        """
+        if self._offer is None or not self._runner.state.writes:
+            return 0
+        beside = nbytes_beside(self._offer.manifest, self._offer.rooms) if self._runner.state.staged else 0
+        return self._offer.room_nbytes + beside
 
     def _check_role(self, role: str, verb: str, other: str) -> None:
         me = self._runner.setup.me
@@ -283,59 +254,55 @@ class Session:
         self._snapshot.take()
 
     def _asked(self, version: int, names: Any, to: Any, allow_rollback: bool, *, snapshot: bool) -> Asked:
-        setup = self._runner.setup
-        others = sorted(self._runner.destinations)
-        chosen = others if to is None else sorted({to} if isinstance(to, str) else set(to))
-        unknown = [world for world in chosen if world not in others]
-        if unknown or not chosen:
-            raise ConfigError(f"to={list(to)!r}: destination worlds are {', '.join(map(repr, others))}; name some.")
-        if setup.me.role == "destination" and setup.me.world not in chosen:
-            raise ConfigError(
-                f"World {setup.me.world!r} has no part in a refit to {', '.join(map(repr, chosen))}; only the source "
-                f"and the worlds named call it."
-            )
-        if version < 0:
-            raise ConfigError(f"version={version}: versions count from 0.")
-        patterns = None if names is None else (names,) if isinstance(names, str) else tuple(names)
         offer = self._snapshot.offer if snapshot and self._snapshot is not None else self._offer
-        return Asked(version, tuple(chosen), patterns, allow_rollback, offer)
+        me, worlds = self._runner.setup.me, self._runner.epochs.destinations
+        return make_asked(me, worlds, offer, version=version, names=names, to=to, allow_rollback=allow_rollback)
 
     def _refit(self, asked: Asked, timeout: timedelta) -> RefitReport:
         partial = False
         if asked.names is not None and asked.offer is not None:
             every = asked.offer.manifest.names
             partial = len(matching(every, asked.names)) < len(every)
-        return self._runner.refit(asked, Deadline.after(timeout), partial=partial)
+        try:
+            with ProgressLine(self._watch) if self._watch is not None else contextlib.nullcontext():
+                report = self._runner.refit(asked, Deadline.after(timeout), partial=partial)
+        except BaseException as error:
+            self.metrics.failed(error, self.serving)
+            raise
+        self.metrics.refitted(report, self.serving)
+        return report
+
+    def wait_for(self, version: int, timeout: timedelta | None = None) -> int:
+        """Wait until the source has called ``refit`` for a version, or serves it already.
+
+        For an engine that does not know what comes next: ``session.refit(session.wait_for(7))``. Nothing is moved, and
+        nobody has to answer.
+
+        Args:
+            version: The least one that will do.
+            timeout: The session's if not given.
+
+        Returns:
+            Which version it is.
+
+        Raises:
+            RefitTimeout: The source has not come to it; ``published`` is the last version that it has, None for none.
+            TransportError: The store is lost.
+        """
+        self._check_open()
+        setup = self._runner.setup
+        deadline = Deadline.after(timeout or setup.timeout)
+        try:
+            return wait_until_published(self._runner.epochs.store, setup.session, version, deadline)
+        except RuntimeError as error:
+            raise self._runner.epochs.lost_store(error) from error
 
     # -- after the commit ---------------------------------------------------------------------------------------------
 
     def _after_commit(self, compiled: CompiledRefit, version: int) -> None:
-        """Tell the engine, group by group, and keep what ``verify`` compares with."""
-        if self._installed is not None:
-            wanted = {bound.piece.name for bound in compiled.live}
-            groups = dict.fromkeys(e.spec.group for e in self._entries if e.spec.name in wanted)
-            for group in groups:
-                self._installed(group, version)
-        if self._runner.setup.options.verify != "fingerprint" or not self._runner.state.writes:
-            return
-        live: dict[str, list[BoundPiece]] = {}
-        for bound in compiled.live:
-            live.setdefault(bound.piece.name, []).append(bound)
-        for name, value in self._fingerprints(live).items():
-            known = self._known.setdefault(name, {})
-            known.pop(version, None)
-            known[version] = value
-            while len(known) > _KEPT_VERSIONS:
-                known.pop(next(iter(known)))
-        self._committed.update(live)
-
-    @property
-    def _entries(self) -> Any:
-        return () if self._offer is None else self._offer.manifest.entries
-
-    def _fingerprints(self, live: Mapping[str, Sequence[BoundPiece]]) -> dict[str, int]:
-        specs = {entry.spec.name: entry.spec for entry in self._entries}
-        return fingerprints.of_pieces((bound for pieces in live.values() for bound in pieces), specs)
+        """Keep what ``verify`` compares with."""
+        if self._offer is not None and self._runner.setup.options.verify == "fingerprint" and self._runner.state.writes:
+            self._kept.keep(self._offer, compiled, version)
 
     def verify(self) -> dict[str, int | None]:
         """Say which version each tensor on this rank is, from its bytes as they are now.
@@ -344,23 +311,19 @@ class Session:
             By tensor: the version whose fingerprint it has; None where it was changed since, or never refitted.
 
         Raises:
-            ConfigError: The session keeps no fingerprints.
+            ConfigError: The session keeps no fingerprints, or hands what has landed to an install hook.
         """
+        if self._offer is not None and self._offer.hooks.install is not None:
+            raise ConfigError(
+                "This rank hands what has landed to its install hook, and the session does not know the live weights. "
+                "Compare there."
+            )
         if self._runner.setup.options.verify != "fingerprint":
             raise ConfigError(
                 f"This session was opened with verify={self._runner.setup.options.verify!r}, which keeps no "
                 f"fingerprints. Open it with verify='fingerprint'."
             )
-        now = self._fingerprints(self._committed)
-        found: dict[str, int | None] = {}
-        for name, known in self._known.items():
-            same = [version for version, value in known.items() if value == now.get(name)]
-            found[name] = same[-1] if same else None
-        tied = () if self._offer is None else self._offer.manifest.aliases
-        for name, first in tied:  # of two names for one memory one is written
-            both = found.get(name, found.get(first))
-            found.update({name: both, first: both})
-        return {entry.spec.name: found.get(entry.spec.name) for entry in self._entries}
+        return {} if self._offer is None else self._kept.versions(self._offer)
 
     # -- what is going on ---------------------------------------------------------------------------------------------
 
@@ -386,7 +349,7 @@ class Session:
 
     def status(self) -> tuple[MemberStatus, ...]:
         """What all members are doing; only this one where the store does not answer."""
-        store = self._runner.store
+        store = self._runner.epochs.store
         if store is not None:
             try:
                 return read_status(store)
@@ -394,8 +357,17 @@ class Session:
                 pass
         return (self._runner.status,)
 
+    def abandon(self, reason: str) -> None:
+        """From another thread: let a call that waits end with an error as soon as the members meet anew.
+
+        For a process that joins again in the place of this session: what waits here waits for members that are gone.
+        """
+        self._runner.epochs.abandon(reason)
+
     def close(self) -> None:
         """Leave: give back connections and staging. The live weights stay as they are."""
+        if self._watch is not None:
+            self._watch.close()
         if self._thread is not None:
             self._thread.shutdown(wait=True)
             self._thread = None
@@ -410,18 +382,3 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _from_environment(what: str, given: int | None, *variables: str, default: int | None = None) -> int:
-    """A number that launchers put into the environment."""
-    if given is not None:
-        return given
-    for variable in variables:
-        if os.environ.get(variable, "").isdigit():
-            return int(os.environ[variable])
-    if default is not None:
-        return default
-    raise ConfigError(f"{what}= was not given, and neither {' nor '.join(variables)} is in the environment.")
-
-
-__all__ = ["Session", "connect"]

@@ -6,7 +6,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ManifestError
-from reshard.layouts.manifest import Entry, Manifest, Pieces, Rule, merge
+from reshard.layouts.holding import Entry, Pieces, Rule
+from reshard.layouts.manifest import Manifest
+from reshard.layouts.merge import merge
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -69,8 +71,12 @@ def _merge_world(
             read[id(row)] = Manifest.from_json(row[side]["manifest"])
         parts[number] = read[id(row)]
     merged = merge(parts, world=world or side)
+    seen: set[int] = set()  # many tensors share their holders
     for entry in merged.entries:
         for holding in entry.holdings:
+            if id(holding) in seen:
+                continue
+            seen.add(id(holding))
             absent = [number for number in holding.ranks if number not in group_rank]
             if absent:
                 raise ManifestError(
@@ -91,23 +97,22 @@ def unite(manifests: Sequence[Manifest], size: int) -> Manifest:
     if len(manifests) == 1:
         return manifests[0]
     specs: dict[str, Any] = {}
-    rules: dict[str, dict[Rule, None]] = {}
-    held: dict[str, list[tuple[int, tuple[Any, ...]]]] = {}
+    holdings: dict[str, tuple[Rule | Pieces, ...]] = {}
     for manifest in manifests:
         for entry in manifest.entries:
             name, spec = entry.spec.name, entry.spec
             first = specs.setdefault(name, spec)
             specs[name] = replace(first, granule=first.granule or spec.granule, group=first.group or spec.group)
-            for holding in entry.holdings:
-                if isinstance(holding, Rule):
-                    rules.setdefault(name, {})[holding] = None
-                else:
-                    held.setdefault(name, []).extend(holding.held)
-    entries = []
-    for name, spec in specs.items():
-        pieces = (Pieces(tuple(sorted(held[name]))),) if name in held else ()
-        entries.append(Entry(spec, (*rules.get(name, {}), *pieces)))
-    return Manifest(tuple(entries), "group", size)
+            holdings[name] = holdings.get(name, ()) + entry.holdings
+    together: dict[tuple[int, ...], tuple[Rule | Pieces, ...]] = {}  # tensors of equal holders go on sharing them
+    for each in holdings.values():
+        ids = tuple(map(id, each))
+        if ids not in together:
+            rows = sorted(row for holding in each if isinstance(holding, Pieces) for row in holding.held)
+            rules = dict.fromkeys(holding for holding in each if isinstance(holding, Rule))
+            together[ids] = (*rules, *((Pieces(tuple(rows)),) if rows else ()))
+    entries = tuple(Entry(spec, together[tuple(map(id, holdings[name]))]) for name, spec in specs.items())
+    return Manifest(entries, "group", size)
 
 
 def without_aliases(
@@ -146,9 +151,12 @@ def without_aliases(
                 )
     entries = []
     for entry in dst.entries:
-        gone = dropped.get(entry.spec.name, set())
+        gone = dropped.get(entry.spec.name)
+        if not gone:
+            entries.append(entry)
+            continue
         holdings = tuple(h for h in (_without(h, gone) for h in entry.holdings) if h is not None)
-        if holdings or not gone:
+        if holdings:
             entries.append(replace(entry, holdings=holdings))
     return replace(dst, entries=tuple(entries), aliases=()), dropped
 

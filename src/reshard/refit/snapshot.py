@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from reshard.layouts.manifest import BoundPiece, binding_of
+from reshard.layouts.bound import BoundPiece, binding_of
 
 if TYPE_CHECKING:
     import torch

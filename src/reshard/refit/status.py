@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from reshard.errors import RefitTimeout
 from reshard.refit.machine import Phase
 
 if TYPE_CHECKING:
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
     import torch.distributed as dist
 
+    from reshard.transports.base import Deadline
+
+_LOOK_SECONDS = 0.05
 SESSIONS = "reshard/sessions"
 """Where the names of the sessions of a store are listed."""
 
@@ -135,3 +140,40 @@ def list_sessions(store: dist.Store) -> tuple[str, ...]:
     """The names of all sessions that have met at a store, in the order in which they began."""
     names = (f"{SESSIONS}/{index}" for index in range(store.add(SESSIONS, 0)))
     return tuple(dict.fromkeys(store.get(key).decode() for key in names if store.check([key])))
+
+
+def published(members: Sequence[MemberStatus]) -> int | None:
+    """The newest version that the source serves or has called ``refit`` for; None before the first."""
+    known = [v for m in members if m.role == "source" for v in (m.version, m.target) if v is not None]
+    return max(known, default=None)
+
+
+def wait_until_published(store: dist.Store | None, session: str, version: int, deadline: Deadline) -> int:
+    """Wait until the source has come to a version, by looking at what it says of itself.
+
+    Args:
+        store: The session's part of its store; None where it is lost.
+        session: Its name.
+        version: The least one that will do.
+        deadline: For the wait.
+
+    Returns:
+        The version that it has come to.
+
+    Raises:
+        RefitTimeout: It has not.
+    """
+    while True:
+        newest = published(read_status(store)) if store is not None else None
+        if newest is not None and newest >= version:
+            return newest
+        if deadline.expired:
+            last = "no version" if newest is None else f"version {newest}"
+            raise RefitTimeout(
+                f"Session {session!r}: version {version} was not published within {deadline.seconds:g} s; the source "
+                f"has come to {last}. Look what it waits for, or go on with that one.",
+                session=session,
+                version=version,
+                published=newest,
+            )
+        time.sleep(min(_LOOK_SECONDS, deadline.remaining()))

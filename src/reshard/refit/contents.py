@@ -1,0 +1,157 @@
+"""Contents: what is checked of the ranks' memory before a refit: that it is there, disjoint, and equal in replicas."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import BindingError, ManifestError
+from reshard.layouts.holding import Pieces, Rule
+from reshard.transports.verify import box_sum
+from reshard.transports.views import BoundMemory
+from reshard.units import format_nbytes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from reshard.layouts.bound import BoundPiece
+    from reshard.layouts.box import Box
+    from reshard.layouts.manifest import Manifest
+    from reshard.refit.group import Group
+    from reshard.transports.base import Deadline
+
+
+def clashing(src: Sequence[BoundPiece], dst: Sequence[BoundPiece]) -> list[int]:
+    """Which source pieces the destination would overwrite while others still read them."""
+    return [at for at, source in enumerate(src) if any(_clash(source, d) for d in dst)]
+
+
+def _clash(source: BoundPiece, destination: BoundPiece) -> bool:
+    same = source.binding == destination.binding and source.piece == destination.piece
+    return not same and source.binding.may_overlap(destination.binding)
+
+
+def nbytes_to_keep(src: Sequence[BoundPiece], dst: Sequence[BoundPiece], limit: int, rank: int) -> int:
+    """Bytes of the copies that a refit within shared memory needs first.
+
+    Raises:
+        BindingError: More than ``limit``.
+    """
+    kept = clashing(src, dst)
+    nbytes = sum(src[at].binding.nbytes for at in kept)
+    if nbytes > limit:
+        piece = src[kept[0]].piece
+        raise BindingError(
+            f"{piece.name!r}: source and destination of rank {rank} share memory ({piece.box} among others), and a "
+            f"copy of what would be overwritten takes {format_nbytes(nbytes)}; half of staging_nbytes is "
+            f"{format_nbytes(limit)}. Give the destination its own memory, or raise staging_nbytes.",
+            tensor=piece.name,
+            rank=rank,
+        )
+    return nbytes
+
+
+def check_memory(side: str, manifest: Manifest, pieces: Sequence[BoundPiece], rank: int) -> None:
+    """Check that this rank gave memory for every box that the merged manifest says it has."""
+    memory: dict[str, int] = {}
+    for bound in pieces:
+        memory[bound.piece.name] = memory.get(bound.piece.name, 0) + bound.piece.box.numel
+    for entry in manifest.entries:
+        boxes = _boxes_of(entry.spec, entry.holdings, rank)
+        have, need = memory.get(entry.spec.name, 0), sum(box.numel for box in boxes)
+        if have != need:
+            raise BindingError(
+                f"{entry.spec.name!r}: by the {side} layout rank {rank} has {need} elements "
+                f"({', '.join(map(str, boxes[:3])) or 'none'}), and it passed memory for {have}. Pass the local tensor "
+                f"that belongs to the layout.",
+                tensor=entry.spec.name,
+                rank=rank,
+            )
+
+
+def _boxes_of(spec: Any, holdings: Sequence[Rule | Pieces], rank: int) -> list[Box]:
+    """The distinct boxes of a rank."""
+    boxes: set[Box] = set()
+    for holding in holdings:
+        if isinstance(holding, Rule):
+            boxes.update(holding.layout(spec).boxes(rank) if rank in holding.ranks else ())
+        else:
+            boxes.update(box for at, held in holding.held if at == rank for box in held)
+    return sorted(boxes)
+
+
+def check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
+    """Refuse destination memory that two pieces would both write."""
+    ordered = sorted(pieces, key=lambda b: (b.binding.buffer, b.binding.span))
+    for index, bound in enumerate(ordered):
+        for other in ordered[index + 1 :]:
+            if other.binding.buffer != bound.binding.buffer or other.binding.span[0] >= bound.binding.span[1]:
+                break
+            if bound.binding.may_overlap(other.binding):
+                raise BindingError(
+                    f"{bound.piece.name!r} {bound.piece.box} and {other.piece.name!r} {other.piece.box} share memory "
+                    f"of this rank, so one would overwrite the other. Give each its own memory; two names for one "
+                    f"whole tensor are fine if both have the same boxes.",
+                    tensors=(bound.piece.name, other.piece.name),
+                )
+
+
+def check_replicas(
+    group: Group,
+    src: Manifest,
+    check_rest: Callable[[], None],
+    pieces: Sequence[BoundPiece],
+    kept: int,
+    deadline: Deadline,
+) -> int:
+    """Check that ranks which publish the same box by hand hold the same bytes; the most that any rank keeps aside.
+
+    A mesh says that its replicas are replicas. Tensors that ranks publish one by one (plain tensors, views) may also be
+    different tensors under one name, as when pipeline stages or expert ranks count from zero; their sums show it.
+
+    Raises:
+        ManifestError: Names every such tensor and its ranks, and what else does not match; equal on every rank.
+    """
+    shared = {name for name, _ in _published_twice(src)}
+    sums = {
+        f"{bound.piece.name} {bound.piece.box}": _content(bound, src) for bound in pieces if bound.piece.name in shared
+    }
+    payload = json.dumps([sums, kept]).encode()
+    told = [json.loads(value) for value in group.meeting.exchange("contents", payload, deadline)]
+    first: dict[str, tuple[int, str]] = {}
+    differing: dict[str, tuple[int, int, str]] = {}
+    for rank, (row, _) in enumerate(told):
+        for key, value in row.items():
+            owner, content = first.setdefault(key, (rank, value))
+            if content != value:
+                name = key.rsplit(" [", 1)[0]
+                differing.setdefault(name, (owner, rank, key[len(name) + 1 :]))
+    if not differing:
+        return max(int(nbytes) for _, nbytes in told)
+    faults = [
+        f"{name!r}: ranks {a} and {b} both publish {box}, with different bytes, so they are not replicas. If they "
+        f"count layers or experts from zero, publish the global names; if one is stale, refit it first."
+        for name, (a, b, box) in differing.items()
+    ]
+    try:
+        check_rest()
+    except ManifestError as error:
+        faults.append(error.message)
+    name, (a, b, _) = next(iter(differing.items()))
+    raise ManifestError("\n".join(faults[:20]), tensor=name, ranks=(a, b), faults=tuple(faults))
+
+
+def _published_twice(src: Manifest) -> Iterator[tuple[str, Box]]:
+    for entry in src.entries:
+        seen: dict[Box, int] = {}
+        for holding in entry.holdings:
+            if isinstance(holding, Pieces):
+                for _, boxes in holding.held:
+                    for box in boxes:
+                        seen[box] = seen.get(box, 0) + 1
+        yield from ((entry.spec.name, box) for box, count in seen.items() if count > 1)
+
+
+def _content(bound: BoundPiece, src: Manifest) -> str:
+    spec = src.entry(bound.piece.name).spec
+    return format(int(box_sum(bound.piece.box, spec, BoundMemory([bound]), "fingerprint")) & (2**64 - 1), "x")

@@ -1,0 +1,176 @@
+"""Epochs: the store at which a session's members meet, and what this rank holds of one epoch: its roster and scopes."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+from reshard.errors import ReshardError, TransportError
+from reshard.refit.call import Scope
+from reshard.refit.gate import Gate, refusal
+from reshard.refit.group import Group
+from reshard.refit.membership import Member, Register
+from reshard.refit.offered import publish, read_offered, say_mark
+from reshard.refit.status import SESSIONS, prefix_of
+from reshard.refit.store import make_group, open_store, prefixed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch.distributed as dist
+
+    from reshard.layouts.piece import TensorSpec
+    from reshard.refit.call import Setup
+    from reshard.refit.membership import Roster
+    from reshard.transports.base import Deadline
+
+
+class Epochs:
+    """One rank's place in the membership of a session.
+
+    Args:
+        setup: What the session was opened with.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        self._setup = setup
+        self._store: dist.Store | None = None
+        self._register: Register | None = None
+        self._scopes: dict[tuple[str, ...], Scope] = {}
+        self._specs: tuple[TensorSpec, ...] | None = None
+        self.roster: Roster | None = None
+        """The members of this epoch; None between two."""
+        self.destinations: tuple[str, ...] = ()
+        """The destination worlds, known since the members met first."""
+        self.source = ""
+        """The source world, likewise."""
+
+    # -- the store ---------------------------------------------------------------------------------------------------
+
+    def open(self, deadline: Deadline) -> bool:
+        """Find the store; whether it had to be opened."""
+        setup = self._setup
+        if self._store is not None:
+            return False
+        whole = open_store(setup.store, deadline) if isinstance(setup.store, str) else setup.store
+        self._store = whole
+        self._register = Register(self._part(), setup.me, setup.expect, setup.session)
+        index = whole.add(SESSIONS, 1) - 1
+        whole.set(f"{SESSIONS}/{index}", setup.session)
+        if setup.me.role == "source":
+            say_mark(self._part(), setup.me)
+            self._publish()
+        return True
+
+    def forget_store(self) -> None:
+        """Open it anew the next time."""
+        self._store = None
+
+    def _part(self) -> dist.Store:
+        """The session's part of the store."""
+        assert self._store is not None
+        return prefixed(self._store, prefix_of(self._setup.session))
+
+    @property
+    def store(self) -> dist.Store | None:
+        """The session's part of the store; None while there is none."""
+        return None if self._store is None else self._part()
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether the store no longer answers."""
+        if self._store is None:
+            return False
+        try:
+            self._store.check(["reshard"])
+        except RuntimeError:
+            return True
+        return False
+
+    def lost_store(self, error: RuntimeError) -> TransportError:
+        """The error that says so."""
+        where = f" {self._setup.store}" if isinstance(self._setup.store, str) else ""
+        return TransportError(
+            f"{self._setup.me.member} lost the store{where}: {error}. "
+            f"The process that serves it must run; served again at the same address, it is found again."
+        )
+
+    # -- what the source offers --------------------------------------------------------------------------------------
+
+    def offer(self, specs: tuple[TensorSpec, ...]) -> None:
+        """Tell all members what this rank of the source offers, now or as soon as the store is there."""
+        self._specs = specs
+        if self._store is not None:
+            quietly(self._publish)  # a store that is lost is told of by the next refit
+
+    def _publish(self) -> None:
+        if self._specs is not None:
+            publish(self._part(), self._setup.me, self._specs)
+
+    def offered(self, deadline: Deadline) -> tuple[TensorSpec, ...]:
+        """What the source world offers."""
+        members = [Member(self.source, rank) for rank in range(self._setup.expect[self.source])]
+        if self._store is None:
+            raise TransportError(f"{self._setup.me.member} has lost the store; call refit, which finds it again.")
+        try:
+            return read_offered(self._part(), members, deadline)
+        except RuntimeError as error:
+            raise self.lost_store(error) from error
+
+    # -- an epoch ----------------------------------------------------------------------------------------------------
+
+    def meet(self, deadline: Deadline) -> int:
+        """Meet all members; the number of the epoch."""
+        assert self._register is not None
+        self.roster = self._register.meet(deadline)
+        self.destinations, self.source = self.roster.destinations, self.roster.source
+        return self.roster.epoch
+
+    def abandon(self, reason: str) -> None:
+        """Come to no meeting any more; another thread may call it."""
+        if self._register is not None:
+            self._register.left = reason
+
+    def scope(self, worlds: tuple[str, ...]) -> Scope:
+        """The members of these worlds in this epoch, joined at the first refit to them."""
+        if worlds in self._scopes:
+            return self._scopes[worlds]
+        assert self.roster is not None
+        setup, epoch = self._setup, self.roster.epoch
+        members = self.roster.of_worlds(worlds)
+        names = tuple(str(member) for member in members)
+        rank, label = members.index(setup.me.member), "+".join(worlds)
+        store = prefixed(self._part(), f"{epoch}/group/{label}")
+        process_group = make_group(store, rank, len(members), setup.device, setup.timeout)
+        gate = Gate(self._part(), epoch, label, rank, names)
+        scope = Scope(names, rank, gate, process_group, Group.of(process_group, setup.timeout))
+        self._scopes[worlds] = scope
+        return scope
+
+    def refuse(self, version: int, why: str) -> None:
+        """End the epoch with an error for those who wait for this rank, or come, to be brought to a version."""
+        self._end(refusal(version, f"{self._setup.me.member} failed: {why}"))
+
+    def fail(self, why: str) -> None:
+        """End the epoch, and wake all who wait at its gates."""
+        self._end(f"{self._setup.me.member} failed: {why}")
+
+    def _end(self, reason: str) -> None:
+        register, roster = self._register, self.roster
+        if register is not None and roster is not None:
+            quietly(lambda: register.end(roster.epoch, reason))
+
+    def leave(self, reason: str) -> None:
+        """Give back connections and staging."""
+        for scope in self._scopes.values():
+            scope.compiled.clear()
+            quietly(lambda scope=scope: scope.group.abort(reason))  # type: ignore[misc]
+            quietly(scope.group.close)
+        self._scopes.clear()
+        self.roster = None
+
+
+def quietly(call: Callable[[], None]) -> None:
+    """Carry out what may fail without changing what is told: the failure that led here is the one to know of."""
+    with contextlib.suppress(RuntimeError, ReshardError, OSError):
+        call()
