@@ -22,7 +22,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from reshard.errors import LayoutError
 from reshard.layouts.box import Box
 from reshard.layouts.layout import Layout, mesh_from_device_mesh
-from reshard.layouts.manifest import Manifest, bound_pieces, merge
+from reshard.layouts.manifest import Manifest
+from reshard.layouts.merge import bound_pieces, merge
 from reshard.layouts.mesh import Mesh
 from reshard.plan.plan import plan_refit
 

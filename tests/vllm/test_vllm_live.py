@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
     pytest.mark.filterwarnings("ignore"),
     pytest.mark.timeout(600),
 ]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
@@ -12,7 +10,7 @@ from reshard.layouts.box import Box
 from reshard.plan.plan import plan_refit
 
 pytestmark = [
-    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed"),
+    pytest.mark.vllm_core,
     pytest.mark.filterwarnings("ignore"),  # what vLLM and its dependencies say of each other
     pytest.mark.timeout(600),  # the first import of vLLM takes a minute on a busy machine
 ]

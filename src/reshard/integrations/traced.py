@@ -10,8 +10,11 @@ import torch
 from reshard.errors import BindingError, ManifestError
 from reshard.layouts.box import Box
 from reshard.layouts.dtype import dtype_name
-from reshard.layouts.manifest import HERE, Manifest, merge
+from reshard.layouts.holding import HERE
+from reshard.layouts.manifest import Manifest
+from reshard.layouts.merge import merge
 from reshard.layouts.piece import Piece, TensorSpec
+from reshard.layouts.regroup import regroup
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -129,6 +132,18 @@ class LoadTrace:
         """(dtype in the checkpoint, dtype in the buffer) of the tensors where the two differ."""
         want = self.specs
         return {s.name: (s.dtype, want[s.name].dtype) for s in self.tensors if want.get(s.name, s).dtype != s.dtype}
+
+    @property
+    def direct_nbytes(self) -> int:
+        """Bytes that this rank takes as pieces, in the dtype that it keeps them in."""
+        specs = self.specs
+        return sum(p.piece.box.numel * specs[p.piece.name].itemsize for p in self.pieces)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """Bytes that this rank takes as whole, opaque tensors."""
+        specs = self.specs
+        return sum(specs[one.name].nbytes for one in self.opaque)
 
     def landing(self, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
         """Memory for the opaque tensors, whole, by name: give it to ``views``, and after landing to the loader."""
@@ -262,7 +277,9 @@ def world_manifest(traces: Mapping[int, LoadTrace], *, world: str = "world", ign
             tensor=first,
             tensors=tuple(left),
         )
-    return merge({r: t.manifest(world=world) for r, t in traces.items()}, world=world, size=max(traces, default=-1) + 1)
+    made = {id(trace): trace.manifest(world=world) for trace in traces.values()}  # replicas may share a trace
+    parts = {rank: made[id(trace)] for rank, trace in traces.items()}
+    return regroup(merge(parts, world=world, size=max(traces, default=-1) + 1))
 
 
 def _taken_by_none(traces: Iterable[LoadTrace]) -> Iterator[str]:

