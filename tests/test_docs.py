@@ -18,12 +18,14 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+import reshard
 from reshard.cli.main import main
 from reshard.testing.processes import ProcessPool
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
+ELSEWHERE = {"vllm_refit.py"}  # run by tests/vllm, where there is a vLLM
+EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.name not in ELSEWHERE)
 BLOCK = re.compile(
     r"(?:<!-- (?P<mark>[^\n]*?) -->\n\n?)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
@@ -161,3 +163,20 @@ def test_a_document_that_shows_another_output_would_be_seen():
     assert matches(["...", "c"], "c\n")
     assert not matches(["a", "c"], "a\nb\nc\n")
     assert commands("$ reshard check 'a b'\nproven\n") == [(["reshard", "check", "a b"], ["proven"])]
+
+
+def test_the_report_pages_of_the_site_are_made_and_stay_small(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs"))
+    import from_code
+
+    from_code.write(tmp_path)
+    pages = {path.name: path.read_text("utf-8") for path in (tmp_path / "pages" / "report").iterdir()}
+    assert set(pages) == set(from_code.REPORTS)
+    shown = (ROOT / "docs" / "reports.md").read_text("utf-8")
+    for name, page in pages.items():
+        assert page.startswith("<!doctype html>")
+        assert len(page.encode()) < 2_000_000
+        assert f'href="report/{name}"' in shown
+    assert "deepseek-v3" in (tmp_path / "models.inc.md").read_text("utf-8")
+    names = (tmp_path / "names.inc.rst").read_text("utf-8")
+    assert all(f"reshard.{name}\n" in names for name in reshard.__all__ if name != "__version__")

@@ -11,6 +11,7 @@ from reshard.bench.case import SIZE, SOURCES, WORD, Case, Memory
 from reshard.cli import bench
 from reshard.cli.main import main
 from reshard.errors import VerifyError
+from reshard.schedule.trace import Trace
 
 SIZE_OF_TEST = 64
 REFITS = {
@@ -50,6 +51,23 @@ def test_every_result_is_compared_element_by_element_before_the_measured_runs_an
     landed = SIZE_OF_TEST * SIZE_OF_TEST * scenario["replicas"]
     assert scenario["compared"].pop("memcpy") == []  # brings nothing to a destination
     assert set(map(tuple, scenario["compared"].values())) == {(landed, landed)}
+
+
+@pytest.mark.parametrize(("transport", "moved_by"), [("torch_p2p", ("send", "recv")), ("shm", ("copy",))])
+def test_a_trace_of_one_more_refit_has_every_byte_and_is_what_report_reads(tmp_path, transport, moved_by):
+    file, plan, page = tmp_path / "trace.json", tmp_path / "plan.json", tmp_path / "page.html"
+    few = ("--scenario", "tp4", "--transport", transport, "--size", str(SIZE_OF_TEST), "--repeat", "1", "--json")
+    result = run(*few, "--trace", str(file), "--plan", str(plan))
+    assert result.exit_code == 0, result.output
+    assert "tp4" in json.loads(result.stdout)["scenarios"]
+    trace = Trace.from_json(json.loads(file.read_text("utf-8")))
+    for kind in moved_by:
+        events = [event for event in trace.events if event.kind == kind]
+        assert sum(event.nbytes for event in events) == SIZE_OF_TEST * SIZE_OF_TEST * 2
+    assert trace.origin.startswith("measured on this machine, tp4, reshard_")
+    shown = CliRunner().invoke(main, ["report", "--plan", str(plan), "--trace", str(file), "-o", str(page)])
+    assert shown.exit_code == 0, shown.output
+    assert 'id="timeline"' in page.read_text("utf-8")
 
 
 def test_ratios_are_of_the_medians_and_the_first_one_owes_nothing_to_gloo(scenario):

@@ -33,7 +33,9 @@ def test_a_page_is_written_for_the_arguments_of_plan(tmp_path):
     facts = json.loads(result.stdout)
     assert facts["nbytes"] == len(page.read_bytes()) < 2_000_000
     assert facts["tensors_drawn"] == ["tensor"]
-    assert page.read_text("utf-8").startswith("<!doctype html>")
+    text = page.read_text("utf-8")
+    assert text.startswith("<!doctype html>")
+    assert '<p class="about">8x8: fsdp=2 [fsdp, -] → tp=4 [-, tp]</p>' in text
 
 
 def test_a_page_of_a_saved_plan_has_its_digest_and_only_its_strategy_with_alone(saved):
@@ -82,7 +84,9 @@ def test_diff_says_which_engine_changed(saved):
     before, after = saved(two_engines(tp=2), "a.json"), saved(two_engines(tp=4), "b.json")
     result = run("diff", before, after)
     assert result.exit_code == 0, result.output
-    assert "layers.{0-2}.up.weight (3): destination" in result.stdout
+    assert (
+        "layers.{0-2}.up.weight (3): gen0: 2 boxes of 32 x 64, each on 2 ranks -> 4 boxes of 16 x 64" in result.stdout
+    )
     assert "4 of the 4 receiving ranks of gen0 get other bytes" in result.stdout
     assert "0 of the 2 receiving ranks of gen1 get other bytes" in result.stdout
     assert run("diff", before, after, "--exit-code").exit_code == 1
@@ -98,3 +102,14 @@ def test_diff_refuses_what_is_no_plan(saved, tmp_path):
     result = run("diff", saved(rows_to_columns()), path)
     assert result.exit_code == 2
     assert "not a saved plan" in result.stderr
+
+
+def test_rounds_are_shown_unless_finding_them_takes_long(monkeypatch):
+    small = run("report", *ROWS_TO_COLUMNS, "-o", "-")
+    assert "No order needs fewer than" in small.stdout
+    assert small.stderr == ""
+    monkeypatch.setattr("reshard.report.strategies.MOST_MESSAGES", 7)  # there are 8
+    large = run("report", *ROWS_TO_COLUMNS, "-o", "-")
+    assert "No order needs fewer than" not in large.stdout
+    assert large.stderr == "Rounds are left out, to be quick; --staging 64MiB shows them.\n"
+    assert "No order needs fewer than" in run("report", *ROWS_TO_COLUMNS, "--staging", "1MiB", "-o", "-").stdout

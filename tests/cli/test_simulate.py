@@ -4,10 +4,12 @@ import json
 
 import pytest
 from click.testing import CliRunner
+from tests.simulate.test_shared_cores import MACHINE
 
 from reshard.cli.main import main
-from reshard.cli.published_rows import describe_rows, published_rows
+from reshard.cli.published_rows import _candidates, describe_payload, describe_rows, payload_row, published_rows
 from reshard.schedule.trace import Trace
+from reshard.simulate.calibration import Calibration
 from reshard.simulate.published import PUBLISHED
 
 ASKED = ("--shape", "512x512", "--source", "fsdp=2 [fsdp, -]", "--destination", "tp=4 [-, tp]")
@@ -66,6 +68,38 @@ def test_a_trace_of_totals_is_refused():
     assert "--trace needs every message" in result.stderr
 
 
+def test_the_costs_of_a_calibrated_machine_are_read_from_its_file(tmp_path):
+    file = tmp_path / "machine.json"
+    file.write_text(json.dumps(MACHINE.to_json()), "utf-8")
+    gloo, shm = (facts(*ASKED, "--costs", file, "--transport", name)["strategies"][0] for name in ("gloo", "shm"))
+    assert gloo["seconds"] > shm["seconds"] > 0  # a byte over loopback takes cores, one in shared memory only copies
+    assert "measured on this machine" in facts(*ASKED, "--costs", file)["costs"]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(None, "no such file"), ("{}", "not a calibration"), ("[]", "not a calibration"), ("{", "not JSON")],
+)
+def test_a_file_that_holds_no_costs_is_refused(tmp_path, content, message):
+    file = tmp_path / "costs.json"
+    if content is not None:
+        file.write_text(content, "utf-8")
+    result = run(*ASKED, "--costs", file)
+    assert result.exit_code == 2
+    assert message in result.stderr
+
+
+def test_calibrating_writes_what_costs_reads(tmp_path, monkeypatch):
+    monkeypatch.setattr("reshard.bench.calibrate.calibrate", lambda progress: MACHINE)
+    file = tmp_path / "machine.json"
+    assert run("--calibrate", file).exit_code == 0
+    assert Calibration.from_json(json.loads(file.read_text("utf-8"))) == MACHINE
+    assert facts(*ASKED, "--costs", file)["strategies"]
+    result = run(*ASKED, "--calibrate", file)
+    assert result.exit_code == 2
+    assert "--calibrate measures this machine" in result.stderr
+
+
 def test_published_asks_for_nothing_else():
     result = run(*ASKED, "--published")
     assert result.exit_code == 2
@@ -96,6 +130,35 @@ def test_a_row_that_differs_by_more_than_twice_says_what_could_explain_it(rows):
     assert rows[0]["published"][0]["of_predicted"] > 2
     assert "times what is predicted here" in rows[0]["differs_because"]
     assert rows[1]["differs_because"] == ""
+
+
+def test_what_could_be_added_to_a_published_refit_is_in_seconds(rows):
+    counted = rows[0]["also_counted"]
+    assert counted["one_launch_a_tensor"] == pytest.approx(8.4e-6 * rows[0]["tensors"])
+    # 5% of 61 GB did not go shard to shard: 3 GB through one port of 50 GB/s
+    assert counted["rest_by_one_port"] == pytest.approx(0.0611, abs=0.001)
+    assert "61.1 ms for what does not go shard to shard" in rows[0]["differs_because"]
+    assert rows[1]["also_counted"].keys() == {"one_launch_a_tensor"}  # nobody has published a part
+
+
+def test_a_layout_that_was_not_published_has_all_its_candidates():
+    (announced,) = {
+        tuple(_candidates(refit))
+        for refit in PUBLISHED
+        if refit.title == "DeepSeek-V3 on GB200" and not refit.is_layout_published
+    }
+    assert announced == ("pp16 ep16 -> tp32 dp8", "ep16 pp4 dp2 -> tp8 dp16")
+
+
+def test_the_usual_way_moves_eleven_terabytes_of_a_model_of_2_8_trillion_parameters():
+    row = payload_row()
+    assert row["parameters"] == pytest.approx(2.8e12, rel=0.002)
+    assert row["usual_way_payload_nbytes"] == pytest.approx(11.2e12, rel=0.002)
+    # every engine rank is in another domain than its sources: one copy crosses, and no more
+    assert row["reshard_crossing_nbytes"] == row["one_copy_nbytes"] == row["usual_way_payload_nbytes"] / 2
+    assert row["reshard_wire_nbytes"] >= row["reshard_crossing_nbytes"]
+    assert "moves 11.2 TB logically" in describe_payload(row)
+    assert "ours takes 5.6 TB over the network" in describe_payload(row)
 
 
 def test_a_row_without_a_published_layout_says_so(rows):

@@ -17,6 +17,10 @@ def test_another_tp_of_one_engine_changes_only_what_that_engine_gets():
     assert [(c.name, c.count, c.source, c.destination) for c in difference.layouts] == [
         ("layers.{0-2}.up.weight", 3, False, True)
     ]
+    (change,) = difference.layouts
+    assert change.cuts == (("gen0", "2 boxes of 32 x 64, each on 2 ranks", "4 boxes of 16 x 64"),)
+    line = "  layers.{0-2}.up.weight (3): gen0: 2 boxes of 32 x 64, each on 2 ranks -> 4 boxes of 16 x 64"
+    assert line in describe_difference(difference).splitlines()
     assert {(w.world, w.changed > 0) for w in difference.receivers} == {("gen0", True), ("gen1", False)}
     between = {change.label: (change.before, change.after) for change in difference.between_worlds}
     # TP2 x DP2 wants the rows of `up` twice, TP4 once: 3 tensors of 8 KiB less

@@ -138,7 +138,16 @@ def test_ports_are_measured_by_the_seconds_that_they_need():
         assert load.out_share == pytest.approx(load.out_nbytes / 10**9 / busiest_seconds)
     assert any(load.in_nbytes != load.out_nbytes for load in loads.loads)
     assert sum(load.out_nbytes for load in loads.loads) == plan.reach.crossing_nbytes
-    assert [span.name for span in loads.spans] == ["host0", "host1", "host2", "host3", "host4"]
+    assert [load.name for load in loads.loads] == ["host0", "host1", "host2", "host3", "host4"]
+    assert loads.spans == (), "a host of one port is not named twice"
+
+
+def test_domains_of_several_ports_are_named_below_them():
+    spans = port_loads(many_experts(layers=1)).spans
+    assert [(span.name, span.first, span.last) for span in spans][:2] == [
+        ("gb200-nvl72/0", 0, 63),
+        ("gb200-nvl72/1", 64, 127),
+    ]
 
 
 def test_in_one_domain_the_ranks_stand_in_for_ports_and_no_bound_is_drawn():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,12 +11,14 @@ from rich.table import Table
 
 from reshard.bench import RATIOS, SCENARIOS, TRANSPORTS
 from reshard.bench.cluster_scenarios import SCENARIO_NAMES
-from reshard.cli.output import emit_json, json_option, size, stderr_console
+from reshard.cli.output import emit_json, json_option, size, stderr_console, write_text
 from reshard.errors import VerifyError
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from reshard.schedule.trace import Trace
 
 
 @click.group()
@@ -45,6 +48,13 @@ def bench() -> None:
 @click.option(
     "--timeout", default=900.0, show_default=True, type=click.FloatRange(min=1), help="Seconds for all of it."
 )
+@click.option(
+    "--trace",
+    "trace_file",
+    metavar="FILE",
+    help="Write what moved when in one more refit, for 'reshard report --trace'.",
+)
+@click.option("--plan", "plan_file", metavar="FILE", help="Write the plan that was followed then; report asks for it.")
 @json_option
 @click.pass_context
 def local(
@@ -54,6 +64,8 @@ def local(
     repeat: int,
     size: int,
     timeout: float,
+    trace_file: str | None,
+    plan_file: str | None,
     as_json: bool,
 ) -> None:
     """Two source ranks and four destination ranks on this host, a process each.
@@ -64,6 +76,7 @@ def local(
     """
     from reshard.bench.local import run_local
 
+    kept: list[tuple[Trace, dict[str, Any]]] = []
     try:
         report = run_local(
             scenarios=scenarios or SCENARIOS,
@@ -72,10 +85,15 @@ def local(
             repeat=repeat,
             timeout_seconds=timeout,
             progress=stderr_console().print,
+            keep_trace=None if (trace_file, plan_file) == (None, None) else lambda *made: kept.append(made),
         )
     except VerifyError as error:
         click.echo(f"{type(error).__name__}: {error}", err=True)
         ctx.exit(1)
+    for trace, plan in kept:
+        for data, path in ((trace.to_json(), trace_file), (plan, plan_file)):
+            if path is not None:
+                write_text(json.dumps(data) + "\n", path)
     if as_json:
         emit_json(report)
     else:

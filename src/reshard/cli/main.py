@@ -29,6 +29,7 @@ VERBS = {
     "bench": "Measure strategies on this machine.",
     "status": "A running session, from any shell: who serves what, and who waits for whom.",
     "doctor": "What this machine can do, and what to fix.",
+    "completion": "What makes a shell complete verbs, options and names.",
 }
 
 EXIT_WRONG_QUESTION = 2

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 import click
 
+from reshard.cli.completion import complete_model
 from reshard.cli.model_files import read_model
 from reshard.cli.output import emit_json, json_option
 from reshard.models.catalogue import CATALOGUE, STACKED
+from reshard.models.summary import Summary, summarize, summary_of
 from reshard.units import format_nbytes
-
-if TYPE_CHECKING:
-    from reshard.models.model import Model
 
 
 @click.command(epilog="Example: reshard models qwen3-4b")
-@click.argument("names", metavar="[MODEL]...", nargs=-1)
+@click.argument("names", metavar="[MODEL]...", nargs=-1, shell_complete=complete_model)
 @json_option
 def models(names: tuple[str, ...], as_json: bool) -> None:
     """List the models that --model knows by name, or describe each MODEL.
@@ -25,7 +25,7 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
     takes else: a folder with safetensors files or a config.json, or a file. Bytes are of one copy; the share is that
     of the projections of feed-forward blocks (gate, up and down, of experts and shared experts too).
     """
-    rows = [_facts(name, read_model(name)) for name in names or CATALOGUE]
+    rows = [_facts(name, _summary(name)) for name in names or CATALOGUE]
     if as_json:
         emit_json({"models": rows})
         return
@@ -52,7 +52,14 @@ def models(names: tuple[str, ...], as_json: bool) -> None:
         click.echo("  ".join([*cells, line[-1]]).rstrip())
 
 
-def _facts(name: str, model: Model) -> dict[str, Any]:
+def _summary(name: str) -> Summary:
+    """Of a model as ``--model`` takes it; one of the catalogue is added up without naming each of its tensors."""
+    if Path(name).exists() or name.removesuffix(STACKED) not in CATALOGUE:
+        return summarize(read_model(name))
+    return summary_of(name)
+
+
+def _facts(name: str, model: Summary) -> dict[str, Any]:
     known = CATALOGUE.get(name.removesuffix(STACKED))
     return {
         "name": name,
@@ -60,7 +67,7 @@ def _facts(name: str, model: Model) -> dict[str, Any]:
         "note": "" if known is None else known.note,
         "parameters": model.parameters,
         "tensors": model.tensors,
-        "buffers": len(model.weights) - model.tensors,
+        "buffers": model.buffers,
         "nbytes": model.nbytes,
         "layers": model.layers,
         "experts": model.experts,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import click
 
 from reshard.cli.cluster_text import read_topology
+from reshard.cli.completion import complete_cluster, complete_model
 from reshard.cli.model_files import read_model
 from reshard.cli.shorthand import WorldText, number_worlds, one_tensor, parallelism_of, parse_shape
 from reshard.errors import ConfigError, ManifestError, PlanError, ReshardError
@@ -88,6 +89,7 @@ _OPTIONS = (
         help="A whole model: a name that 'reshard models' lists (deepseek-v3), a folder with safetensors files or a "
         "config.json, one such file, or a JSON file of names and shapes; both sides are shorthands such as "
         "'ep16 pp4 dp2' and 'tp8 dp16'.",
+        shell_complete=complete_model,
     ),
     click.option("--same-ranks", is_flag=True, help="The destination's ranks are the source's; else they follow."),
     click.option(
@@ -95,6 +97,7 @@ _OPTIONS = (
         metavar="CLUSTER",
         help="What joins the ranks: dgx-h100, gb200-nvl72, hosts such as '0-1 / 2-5 @ 2Gbit', or a topology file.  "
         "[default: one host]",
+        shell_complete=complete_cluster,
     ),
     click.option("--plan", "saved", metavar="FILE", help="A saved plan instead."),
 )

@@ -11,13 +11,18 @@ from reshard.cli.problem import MALFORMED, problem_options, read_json, read_prob
 from reshard.errors import ConfigError, ProofError
 from reshard.plan.plan import STRATEGIES
 from reshard.report.html import make_page, render_page
+from reshard.report.strategies import are_ordered_quickly
+from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.schedule.trace import Trace
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from reshard.plan.plan import Plan
 
 EXIT_NO = 1
+_DEFAULT_STAGING = format_nbytes(DEFAULT_STAGING_NBYTES).replace(" ", "")
 
 
 @click.command(
@@ -28,7 +33,12 @@ EXIT_NO = 1
 @click.option("--alone", is_flag=True, help="Leave out the other strategies, which are planned for comparison.")
 @click.option("--tensor", "tensors", metavar="NAME", multiple=True, help="Draw this tensor; several for several.")
 @click.option("--trace", "trace_file", metavar="FILE", help="What moved when, as a timeline; '-' is stdin.")
-@click.option("--staging", type=size, help="Show rounds too, with at most this much staging memory a rank.")
+@click.option(
+    "--staging",
+    type=size,
+    help=f"The most staging memory a rank may use, for the rounds.  [default: {_DEFAULT_STAGING}, where they are "
+    "found quickly]",
+)
 @click.option("-o", "--output", metavar="FILE", default="report.html", show_default=True, help="'-' is stdout.")
 @json_option
 def report(
@@ -56,8 +66,14 @@ def report(
     plan = asked.plan(strategy)
     trace = None if trace_file is None else read_trace(trace_file, plan)
     others = [] if alone else [asked.plan(name) for name in STRATEGIES if name != plan.strategy]
+    if staging is None and are_ordered_quickly([plan, *others], DEFAULT_STAGING_NBYTES):
+        staging = DEFAULT_STAGING_NBYTES
+    elif staging is None:
+        click.echo(f"Rounds are left out, to be quick; --staging {_DEFAULT_STAGING} shows them.", err=True)
     try:
-        page = make_page(plan, others=others, tensors=tensors, trace=trace, staging_nbytes=staging)
+        page = make_page(
+            plan, others=others, tensors=tensors, trace=trace, staging_nbytes=staging, about=_about(problem)
+        )
     except ProofError as error:
         click.echo(f"not proven: {error}", err=True)
         raise click.exceptions.Exit(EXIT_NO) from None
@@ -69,6 +85,12 @@ def report(
         emit_json({"digest": plan.digest, "nbytes": nbytes, "output": output, "tensors_drawn": drawn})
     elif output != "-":
         click.echo(f"{output}: {format_nbytes(nbytes)}, open it in a browser")
+
+
+def _about(problem: Mapping[str, Any]) -> str:
+    """The question as it was put, where it was put in shorthands."""
+    what = problem["model"] or problem["shape"]
+    return f"{what}: {problem['source']} → {' and '.join(problem['destinations'])}" if what else ""
 
 
 def read_trace(path: str, plan: Plan) -> Trace:

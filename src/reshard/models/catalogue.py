@@ -232,6 +232,22 @@ CATALOGUE: Mapping[str, Published] = {
 }
 
 
+def published(name: str) -> Published:
+    """What the catalogue says of a model, with or without ``:stacked`` behind its name.
+
+    Raises:
+        ConfigError: The catalogue has no such model; the message has the nearest names.
+    """
+    known = name.removesuffix(STACKED)
+    if known not in CATALOGUE:
+        close = difflib.get_close_matches(known, CATALOGUE, n=3, cutoff=0.4) or list(CATALOGUE)
+        raise ConfigError(
+            f"{name!r} is no model of the catalogue. Nearest: {', '.join(close)}; 'reshard models' lists all.",
+            value=name,
+        )
+    return CATALOGUE[known]
+
+
 @lru_cache(maxsize=4)
 def find_model(name: str) -> Model:
     """A model of the catalogue; with ``:stacked`` behind its name its experts are stacked.
@@ -242,11 +258,4 @@ def find_model(name: str) -> Model:
     >>> find_model("deepseek-v3").parameters
     671026404352
     """
-    known = name.removesuffix(STACKED)
-    if known not in CATALOGUE:
-        close = difflib.get_close_matches(known, CATALOGUE, n=3, cutoff=0.4) or list(CATALOGUE)
-        raise ConfigError(
-            f"{name!r} is no model of the catalogue. Nearest: {', '.join(close)}; 'reshard models' lists all.",
-            value=name,
-        )
-    return model_from_config(CATALOGUE[known].config, name=name, stacked=name.endswith(STACKED))
+    return model_from_config(published(name).config, name=name, stacked=name.endswith(STACKED))

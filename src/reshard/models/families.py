@@ -39,13 +39,16 @@ _Family = tuple[str, list[_Named], list[_Rows]]
 """What layers are called, the tensors outside of layers, and those of each layer."""
 
 
-def model_from_config(config: Mapping[str, Any], *, name: str = "model", stacked: bool = False) -> Model:
+def model_from_config(
+    config: Mapping[str, Any], *, name: str = "model", stacked: bool = False, outline: bool = False
+) -> Model:
     """The model that a ``config.json`` describes.
 
     Args:
         config: Its values; ``text_config`` inside counts where there is one.
         name: What the model is called.
         stacked: One tensor for all experts of a layer, not one for each.
+        outline: Of the experts of a layer the last alone: enough to add up what all are (``summarize``).
 
     Raises:
         ConfigError: A family that is not known here, or a value that is missing.
@@ -65,7 +68,7 @@ def model_from_config(config: Mapping[str, Any], *, name: str = "model", stacked
         )
         is_tied = bool(values.get("tie_word_embeddings", False))
         dtype = dtype_name(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
-        weights = tuple(_weights(prefix, outer, layers, dtype, stacked=stacked, is_tied=is_tied))
+        weights = tuple(_weights(prefix, outer, layers, dtype, stacked=stacked, outline=outline, is_tied=is_tied))
     except KeyError as error:
         raise ConfigError(f"{name}: the config of a {family!r} model must have {error.args[0]!r}.") from error
     return Model(name, weights, heads, state_space_of(values), is_tied)
@@ -78,6 +81,7 @@ def _weights(
     dtype: str,
     *,
     stacked: bool,
+    outline: bool,
     is_tied: bool,
 ) -> Iterator[Weight]:
     for name, shape in outer:
@@ -87,7 +91,7 @@ def _weights(
         start = f"{prefix}layers.{layer}."
         for row in rows:
             if isinstance(row, _Experts):
-                yield from _expert_weights(start + row.prefix, row, layer, dtype, stacked=stacked)
+                yield from _expert_weights(start + row.prefix, row, layer, dtype, stacked=stacked, outline=outline)
                 continue
             name, shape = row
             is_buffer = name.endswith(_BUFFER)
@@ -95,14 +99,16 @@ def _weights(
             yield Weight(spec, role_of(start + name), layer, None, is_buffer)
 
 
-def _expert_weights(start: str, experts: _Experts, layer: int, dtype: str, *, stacked: bool) -> Iterator[Weight]:
+def _expert_weights(
+    start: str, experts: _Experts, layer: int, dtype: str, *, stacked: bool, outline: bool
+) -> Iterator[Weight]:
     if stacked:
         for name, shape in experts.stacked:
             full = f"{start}{name}"
             yield Weight(TensorSpec(full, (experts.count, *shape), dtype), role_of(full), layer)
         return
     roles = [role_of(f"{start}0.{name}.weight") for name, _ in experts.single]
-    for expert in range(experts.count):
+    for expert in range(experts.count - 1 if outline else 0, experts.count):
         for (name, shape), role in zip(experts.single, roles, strict=True):
             yield Weight(TensorSpec(f"{start}{expert}.{name}.weight", shape, dtype), role, layer, expert)
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ConfigError
 from reshard.layouts.box import Box
-from reshard.layouts.manifest import Entry, Holding, Manifest, Pieces, Rule
+from reshard.layouts.holding import Entry, Holding, Pieces, Rule
+from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.placement import cut as cut_rows
 from reshard.models.cuts import Boxed, Cut, Placed, cut

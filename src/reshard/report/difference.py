@@ -6,16 +6,19 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from reshard.plan.cells import ranks_of
+from reshard.report.cut_text import describe_cut
 from reshard.report.families import find_families
 from reshard.units import count, format_nbytes, format_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from reshard.layouts.holding import Entry
     from reshard.plan.plan import Plan
     from reshard.report.families import Family
 
 Pair = tuple[str, str]
+Sides = dict[str, "dict[str, Entry]"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,10 @@ class Change:
 
     @property
     def text(self) -> str:
-        """Both numbers, and how many per cent more or less the second is."""
+        """Both numbers, and how many per cent more or less the second is; how many times as much, if that is 10."""
         say = {"bytes": lambda n: format_nbytes(int(n)), "seconds": format_seconds}.get(self.unit, lambda n: f"{n:,g}")
-        more = f" ({100 * (self.after / self.before - 1):+.3g}%)" if self.before and self.before != self.after else ""
+        ratio = self.after / self.before if self.before else 1.0
+        more = "" if ratio == 1 else f" ({ratio:.3g} times)" if ratio >= 10 else f" ({100 * (ratio - 1):+.3g}%)"
         return f"{say(self.before)} -> {say(self.after)}{more}" if self.before != self.after else say(self.before)
 
 
@@ -43,6 +47,8 @@ class FamilyChange:
     count: int
     source: bool
     destination: bool
+    cuts: tuple[tuple[str, str, str], ...] = ()
+    """(side, before, after): how the first such tensor was cut and is cut now, for each side that changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,14 +171,41 @@ def _layouts(before: Plan, after: Plan, names: list[str]) -> tuple[FamilyChange,
             a, b = _claims(before, pair[0]), _claims(after, pair[1])
             known[pair] = (a[0] != b[0], a[1] != b[1])
         sides[name] = known[pair]
-    changes = []
+    changes: list[FamilyChange] = []
+    entries = (_sides(before), _sides(after)) if any(any(which) for which in sides.values()) else ({}, {})
     for family, members in _members(after):
         counts: dict[tuple[bool, bool], int] = {}
         for name in members:
             if any(sides.get(name, (False, False))):
                 counts[sides[name]] = counts.get(sides[name], 0) + 1
-        changes += [FamilyChange(family.name, n, *which) for which, n in sorted(counts.items(), reverse=True)]
+        for which, number in sorted(counts.items(), reverse=True):
+            first = next(name for name in members if sides.get(name) == which)
+            changes.append(FamilyChange(family.name, number, *which, _cuts(*entries, first)))
     return tuple(changes)
+
+
+def _cuts(old: Sides, new: Sides, name: str) -> tuple[tuple[str, str, str], ...]:
+    """How the sides that changed cut a tensor, before and after; equal cuts on other ranks are not among them."""
+    rows = []
+    for side in dict.fromkeys([*old, *new]):
+        entries = [sides.get(side, {}).get(name) for sides in (old, new)]
+        texts = ["not there" if entry is None else describe_cut(entry) for entry in entries]
+        if texts[0] != texts[1]:
+            rows.append((side, texts[0], texts[1]))
+    return tuple(rows)
+
+
+def _sides(plan: Plan) -> Sides:
+    """The entries of both sides by name; a side is called by its world, where each is a world of its own."""
+    manifests = (plan.src, *plan.dst)
+    called = [manifest.world for manifest in manifests]
+    if len(set(called)) < len(called):
+        numbers = [f" {at + 1}" if len(plan.dst) > 1 else "" for at in range(len(plan.dst))]
+        called = ["source", *(f"destination{number}" for number in numbers)]
+    return {
+        side: {entry.spec.name: entry for entry in manifest.entries}
+        for side, manifest in zip(called, manifests, strict=True)
+    }
 
 
 def _pattern_by_name(plan: Plan) -> dict[str, int]:
@@ -277,7 +310,8 @@ def describe_difference(difference: Difference, *, limit: int = 20) -> str:
 
 def _layout_text(change: FamilyChange) -> str:
     side = "both sides" if change.source and change.destination else "source" if change.source else "destination"
-    return f"{change.name} ({change.count}): {side}"
+    cuts = [f"{who}: {before} -> {after}" for who, before, after in change.cuts]
+    return f"{change.name} ({change.count}): {'; '.join(cuts) or f'{side}, on other ranks'}"
 
 
 def _listed(title: str, items: list[str], limit: int) -> list[str]:

@@ -71,6 +71,9 @@ class Page:
     left_out: int
     """Tensors in families that the table leaves out."""
 
+    about: str = ""
+    """What was asked, in the caller's words."""
+
 
 def make_page(
     plan: Plan,
@@ -79,6 +82,7 @@ def make_page(
     tensors: Sequence[str] = (),
     trace: Trace | None = None,
     staging_nbytes: int | None = None,
+    about: str = "",
 ) -> Page:
     """Gather what the page shows.
 
@@ -89,6 +93,7 @@ def make_page(
         trace: What moved when; without one the page has no timeline.
         staging_nbytes: Put the plans in order within this much staging memory a rank, and show rounds; None: leave
             them out.
+        about: What was asked, in the caller's words; stands below the title.
 
     Raises:
         PlanError: The plan has no tensor of a given name, or the trace is one of another plan.
@@ -123,6 +128,7 @@ def make_page(
         comparison=compare([plan, *others], staging_nbytes=staging_nbytes),
         families=tuple(shown),
         figure_of_pattern={p: figure_of_kind[kind] for p, kind in kind_of.items() if kind in figure_of_kind},
+        about=about,
         left_out=sum(family.count for family in families) - sum(family.count for family in shown),
     )
 

@@ -93,7 +93,8 @@ def _of_ports(plan: Plan) -> PortLoads | None:
         )
         loads.append(Load(port.name, out[at], into[at], sends / top, takes / top, title))
     homes = [topology.domains[topology.domain_of(topology.ports[at].ranks[0])].name for at in kept]
-    return PortLoads(tuple(loads), _spans(homes), "port", bound / top, format_seconds(top), left_out)
+    spans = _spans(homes) if homes != [load.name for load in loads] else ()  # one port a host, called like the host
+    return PortLoads(tuple(loads), spans, "port", bound / top, format_seconds(top), left_out)
 
 
 def _of_ranks(plan: Plan) -> PortLoads | None:

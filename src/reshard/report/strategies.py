@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.report.ranks import short_rank
+from reshard.schedule.bucket import size_buckets
 from reshard.schedule.schedule import plan_schedule
 from reshard.units import format_nbytes, format_seconds
 
@@ -13,6 +14,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from reshard.plan.plan import Plan
+
+
+MOST_MESSAGES = 20_000
+"""Of plans with more, rounds are shown only where the caller asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +73,20 @@ def compare(plans: Sequence[Plan], *, staging_nbytes: int | None = None) -> tupl
             ),
         ]
     return tuple(rows)
+
+
+def are_ordered_quickly(plans: Sequence[Plan], staging_nbytes: int) -> bool:
+    """Whether putting the plans in order takes no more than a second or two, judged by how many buckets they fill.
+
+    Raises:
+        ScheduleError: The buckets do not fit into the staging memory.
+    """
+    return all(_about_messages(plan, staging_nbytes) <= MOST_MESSAGES for plan in plans)
+
+
+def _about_messages(plan: Plan, staging_nbytes: int) -> int:
+    bucket = size_buckets(staging_nbytes, network=not plan.topology.is_flat)
+    return plan.wire_nbytes // bucket.nbytes + sum(len(route.edges) for route in plan.routes)
 
 
 def _bars(label: str, values: Sequence[float], text: Callable[[float], str]) -> Row:
