@@ -1,8 +1,8 @@
 """How long planning takes at cluster scale, and how near the plans come to the bound: one JSON line a case.
 
-Run ``python benchmarks/plan_scale.py`` (``--case dsv3`` for one kind). Times are processor seconds of one core beside
-wall seconds, since other work on the machine only shows in the latter; memory is the most that the process has used,
-manifests included. Each case is planned in a process of its own.
+Run ``python benchmarks/plan_scale.py`` (``--case dsv3`` for one kind; ``--order`` for rounds too). Times are processor
+seconds of one core beside wall seconds, since other work on the machine only shows in the latter; memory is the most
+that the process has used, manifests included. Each case is planned in a process of its own.
 
 The layouts are those that the field reports: experts by expert-parallel rank and pipeline stage at the source, replicas
 of tensor-parallel groups at the destination.
@@ -19,11 +19,13 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.layouts.manifest import Entry, Manifest, Rule
+from reshard.layouts.holding import Entry, Rule
+from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.models.catalogue import find_model
 from reshard.models.roles import Role, is_input_embedding
 from reshard.plan.plan import Plan, plan_refit
+from reshard.schedule.schedule import plan_schedule
 from reshard.topology import presets
 
 if TYPE_CHECKING:
@@ -135,8 +137,8 @@ class Clock:
         return result
 
 
-def measure(case: Case) -> dict[str, Any]:
-    """Plan one case and say what it took."""
+def measure(case: Case, *, order: bool) -> dict[str, Any]:
+    """Plan one case, with ``order`` put it into rounds too, and say what it took."""
     clock = Clock()
     model = find_model(case.model)
     src, dst = source(model, case), destination(model, case)
@@ -147,6 +149,11 @@ def measure(case: Case) -> dict[str, Any]:
     clock.call("proof", plan.proof)
     for name, rank in (("for_source_rank", 3), ("for_destination_rank", case.size - 3)):
         clock.call(name, lambda rank=rank: plan.for_rank(rank))
+    planned_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    ordered = {}
+    if order:
+        schedule = clock.call("order", lambda: plan_schedule(plan))
+        ordered = {"rounds": schedule.rounds, "rounds_of_least": round(schedule.rounds / schedule.least_rounds, 4)}
     counted = ("plan", "bound", "reach", "proof") if case.all_in else ("plan",)
     counted_seconds = sum(clock.cpu_seconds[name] for name in counted)
     return {
@@ -165,6 +172,8 @@ def measure(case: Case) -> dict[str, Any]:
         "busiest_of_bound": round(float(reach.busiest_seconds / bound.seconds), 5),
         "most_copies_into_a_domain": max(float(copies) for _, copies in reach.copies_into),
         "relayed_of_crossing": round(reach.relayed_nbytes / reach.crossing_nbytes, 4),
+        **ordered,
+        "planned_mib": planned_mib,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
 
@@ -173,14 +182,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="only cases whose name begins so")
     parser.add_argument("--here", action="store_true", help="in this process (for a profiler)")
+    parser.add_argument("--order", action="store_true", help="put each plan into rounds too")
     given = parser.parse_args()
     for case in CASES:
         if not case.name.startswith(given.case):
             continue
         if given.here:
-            print(json.dumps(measure(case)), flush=True)
+            print(json.dumps(measure(case, order=given.order)), flush=True)
         else:
-            subprocess.run([sys.executable, __file__, "--here", "--case", case.name], check=True)
+            more = ["--order"] if given.order else []
+            subprocess.run([sys.executable, __file__, "--here", "--case", case.name, *more], check=True)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,20 @@ STANDS_ON = {
 PURE = ("errors", "version", "units", "layouts", "topology", "models", "plan", "schedule", "simulate", "report")
 REFIT_WITH_TORCH = tuple(
     f"refit/{name}.py"
-    for name in ("agreement", "collective", "compiled", "fingerprints", "group", "landing", "session", "store")
+    for name in (
+        "agreement",
+        "collective",
+        "compiled",
+        "connect",
+        "fingerprints",
+        "group",
+        "landing",
+        "loans",
+        "room",
+        "session",
+        "store",
+        "whole",
+    )
 )
 TORCH = ("transports", *REFIT_WITH_TORCH, "integrations", "demo", "bench", "cli", "testing")
 NO_NUMPY = ("errors.py", "units.py", "layouts", "topology")

@@ -16,9 +16,11 @@ if TYPE_CHECKING:
     from reshard.layouts.placement import Strided
     from reshard.plan.plan import Plan, plan_refit
     from reshard.refit.collective import reshard, xferdtensor
-    from reshard.refit.compiled import CompiledRefit, RunReport, compile_refit
+    from reshard.refit.compile import compile_refit
+    from reshard.refit.compiled import CompiledRefit, RunReport
+    from reshard.refit.connect import connect
     from reshard.refit.report import RefitReport
-    from reshard.refit.session import Session, connect
+    from reshard.refit.session import Session
     from reshard.refit.store import serve_store
     from reshard.schedule.schedule import Schedule, plan_schedule
     from reshard.topology.topology import Topology
@@ -39,8 +41,8 @@ _WHERE = {
     "Strided": "layouts.placement",
     "TensorSpec": "layouts.piece",
     "Topology": "topology.topology",
-    "compile_refit": "refit.compiled",
-    "connect": "refit.session",
+    "compile_refit": "refit.compile",
+    "connect": "refit.connect",
     "plan_refit": "plan.plan",
     "plan_schedule": "schedule.schedule",
     "reshard": "refit.collective",

@@ -12,7 +12,7 @@ from reshard.errors import ConfigError
 from reshard.topology.topology import ONE_HOST, Domain, Port, Topology
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 GBIT = 10**9 // 8
 """Bytes a second in a gigabit a second."""
@@ -87,13 +87,25 @@ def gpus(domains: Sequence[Sequence[int]]) -> Topology:
 _NVLINK_4, _NIC_400 = 450 * 10**9, 50 * 10**9
 
 
+def one_host(size: int) -> Topology:
+    """One domain of any number of ranks: memory, or one NVLink domain."""
+    del size
+    return ONE_HOST
+
+
+PRESETS: Mapping[str, Callable[[int], Topology]] = {
+    "one-host": one_host,
+    "dgx-h100": dgx_h100,
+    "gb200-nvl72": gb200_nvl72,
+}
+
+
 def named(name: str, size: int) -> Topology:
     """A preset by its name, for ``size`` ranks.
 
     Raises:
         ConfigError: No preset has this name.
     """
-    presets = {"one-host": lambda _: ONE_HOST, "dgx-h100": dgx_h100, "gb200-nvl72": gb200_nvl72}
-    if name not in presets:
-        raise ConfigError(f"Topology {name!r} is unknown; use one of {', '.join(sorted(presets))}.")
-    return presets[name](size)
+    if name not in PRESETS:
+        raise ConfigError(f"Topology {name!r} is unknown; use one of {', '.join(sorted(PRESETS))}.")
+    return PRESETS[name](size)
