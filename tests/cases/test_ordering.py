@@ -21,7 +21,7 @@ from reshard.layouts.mesh import Mesh
 from reshard.plan.plan import plan_refit
 from reshard.schedule.schedule import plan_schedule
 from reshard.testing.processes import threads
-from reshard.transports import program
+from reshard.transports import mover, program
 
 
 def _first_exchange(ctx, transport):
@@ -351,7 +351,8 @@ def test_OD_07_a_shared_staging_buffer_waits_for_its_slowest_reader(transport, m
             sender_done.wait(0.005)
         copy_all(targets, sources)
 
-    monkeypatch.setattr(program, "copy_all", late)
+    for module in (mover, program):
+        monkeypatch.setattr(module, "copy_all", late)
     apart = {rank: torch.full((20, 2), float(POISON)) for rank in (1, 2)}
 
     def body(ctx):

@@ -75,7 +75,7 @@ class Server:
 
     def stop(self):
         """End it and all that it started."""
-        group = {pid for pid in _processes() if _group(pid) == self.process.pid}
+        group = members_of(self.process.pid)
         self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(20)
@@ -161,6 +161,38 @@ class Stream:
         return self
 
 
+class Client:
+    """Asks again as soon as it is answered, until it is told to stop."""
+
+    def __init__(self, server, prompt, tokens):
+        self.streams = []
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(server, prompt, tokens), daemon=True)
+        self._thread.start()
+
+    def _run(self, server, prompt, tokens):
+        while not self._stopping.is_set():
+            self.streams.append(server.stream(prompt, tokens))
+            self.streams[-1].wait()
+
+    @property
+    def tokens(self):
+        """Of all its requests."""
+        return [token for stream in self.streams for token in stream.tokens]
+
+    @property
+    def error(self):
+        return next((stream.error for stream in self.streams if stream.error), None)
+
+    def stop(self, seconds=150):
+        """Let its request end, and return all that it made."""
+        self._stopping.set()
+        self._thread.join(seconds)
+        assert not self._thread.is_alive(), "a request hangs"
+        assert self.error is None, self.error
+        return self.streams
+
+
 def wait_until_running(streams, count, seconds=60):
     """Wait until so many of them have got a token or two."""
     expiry = time.monotonic() + seconds
@@ -184,6 +216,11 @@ def started(folder, logs, sizes):
     finally:
         for server in servers:
             server.stop()
+
+
+def members_of(group):
+    """The processes of a group."""
+    return {pid for pid in _processes() if _group(pid) == group}
 
 
 def _processes():

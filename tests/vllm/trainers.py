@@ -102,10 +102,10 @@ def fill(model, weights):
 
 def die_in_round(after):
     """Let this process end when it is about to send for the n-th time from now."""
-    from reshard.transports import program
+    from reshard.transports import mover
 
     left = [after]
-    send = program.Program._pack
+    send = mover.Mover._post
 
     def counting(self, *args):
         left[0] -= 1
@@ -113,7 +113,7 @@ def die_in_round(after):
             os._exit(9)
         return send(self, *args)
 
-    program.Program._pack = counting
+    mover.Mover._post = counting
 
 
 def train_checkpoint(ctx, address, expect, folder, saved):

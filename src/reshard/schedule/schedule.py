@@ -12,6 +12,8 @@ from reshard.schedule.hops import LAG, Flow, Hop, Ports, flow_rounds
 from reshard.schedule.rounds import RoundBlock, busiest, colour_rounds
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from reshard.plan.plan import Plan
     from reshard.topology.topology import Topology
 
@@ -206,7 +208,7 @@ def plan_schedule(
     streams = make_streams(plan, size)
     if plan.topology.is_flat:
         return Schedule(plan, size, streams, colour_rounds(_pair_buckets(streams, size)))
-    run = -(-sum(stream.count(size) * len(stream.edges) for stream in streams) // _MOST_HOPS)
+    run = -(-_hops_to_place(streams, size, plan.topology) // _MOST_HOPS)
     flows = [_flow(stream, size, plan.topology) for stream in streams]
     hops = flow_rounds(flows, Ports.of(plan.topology), local_steps(plan.topology), max(1, run))
     return Schedule(plan, size, streams, (), tuple(hops))
@@ -214,6 +216,17 @@ def plan_schedule(
 
 _MOST_HOPS = 200_000
 """About how many hops are placed one by one, which takes some seconds; of larger plans, runs of buckets are."""
+
+
+def _hops_to_place(streams: Sequence[Stream], size: BucketSize, topology: Topology) -> int:
+    """How many hops there are, those inside a domain at 5/8: they take so much less time to place."""
+    domain_of, eighths = topology.domain_of, 0
+    for stream in streams:
+        inside = sum(domain_of(sender) == domain_of(receiver) for sender, receiver in stream.edges)
+        eighths += stream.count(size) * (8 * len(stream.edges) - 3 * inside)
+    return eighths // 8
+
+
 _MOST_LOCAL_STEPS = 16
 
 

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from reshard.refit.report import RefitReport
     from reshard.refit.session import Session
 
+_SERVED_LONGER = 10.0
+"""Seconds for which the worker waits beyond the session's own deadline, whose error says more."""
 _CLOSE_SECONDS = 5.0
 """For giving back connections when the engine stops."""
 
@@ -161,7 +163,7 @@ class Member:
             )
         handover = self._receiving[2]
         try:
-            handover.serve(self._install, self.facts.timeout_seconds)
+            handover.serve(self._install, self.facts.timeout_seconds + _SERVED_LONGER)
             self._guard.open()
         except BaseException as error:
             if self._may_be_mixed(handover, error):
