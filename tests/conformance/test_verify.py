@@ -18,8 +18,8 @@ from reshard.testing.memory_world import run_plan
 from reshard.testing.oracle import bits, contiguous_memory, dense, local_shard, poisoned
 from reshard.testing.processes import RanksFailed
 from reshard.testing.strategies import DTYPES, memories, partitions, shapes
-from reshard.transports.memory import MemoryTransport
 from reshard.transports.checks import Checks
+from reshard.transports.memory import MemoryTransport
 from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
 
