@@ -162,10 +162,11 @@ class Stream:
 
 
 class Client:
-    """Asks again as soon as it is answered, until it is told to stop."""
+    """Asks once, or again as soon as it is answered, until it is told to stop."""
 
-    def __init__(self, server, prompt, tokens):
+    def __init__(self, server, prompt, tokens, *, again=True):
         self.streams = []
+        self._again = again
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(server, prompt, tokens), daemon=True)
         self._thread.start()
@@ -174,6 +175,8 @@ class Client:
         while not self._stopping.is_set():
             self.streams.append(server.stream(prompt, tokens))
             self.streams[-1].wait()
+            if not self._again:
+                break
 
     @property
     def tokens(self):
