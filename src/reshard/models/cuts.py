@@ -141,7 +141,8 @@ def _by_groups(spec: TensorSpec, role: Role, tp: int, query: int, kv: int) -> Bo
     group = (many + 2) * head
     if kv * group % tp:
         raise LayoutError(
-            f"{spec.name!r}: q, k and v have {kv * group} rows together, which tp {tp} does not divide.",
+            f"{spec.name!r}: q, k and v have {kv * group} rows together, which tp {tp} does not divide. "
+            f"Take a tp that divides them.",
             tensor=spec.name,
         )
     lo, size = {Role.QUERY: (0, many * head), Role.KEY: (many * head, head), Role.VALUE: ((many + 1) * head, head)}[
@@ -183,7 +184,8 @@ def _vocabulary(spec: TensorSpec, tp: int, style: Style) -> Cut:
     filled = -(-rows // multiple) * multiple
     if filled % tp:
         raise LayoutError(
-            f"{spec.name!r}: the vocabulary of {rows} is filled up to {filled}, which tp {tp} does not divide.",
+            f"{spec.name!r}: the vocabulary of {rows} is filled up to {filled}, which tp {tp} does not divide. "
+            f"Take a tp that divides it.",
             tensor=spec.name,
         )
     if filled == rows:

@@ -164,7 +164,10 @@ class Parallelism:
         """
         base, more = divmod(experts, self.ep)
         if more and self.style != "vllm":
-            raise ConfigError(f"{self}: the model has {experts} experts a layer, which ep{self.ep} does not divide.")
+            raise ConfigError(
+                f"{self}: the model has {experts} experts a layer, which ep{self.ep} does not divide. Take an ep that "
+                f"divides them."
+            )
         if self.expert_order == "round_robin":
             return tuple(tuple(range(rank, experts, self.ep)) for rank in range(self.ep))
         starts = [rank * base + min(rank, more) for rank in range(self.ep + 1)]
