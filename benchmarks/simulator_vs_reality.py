@@ -4,7 +4,8 @@ Run ``python benchmarks/simulator_vs_reality.py`` on a machine that does nothing
 earlier calibration). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and of
 another rate than the rows have. A row counts as bound by a link where its busiest link needs longer than the processor
 seconds that were measured need on all cores, else by the processor; the aim is 15 % for the first and 30 % for the
-second kind. Prints one JSON document, and the table as Markdown on stderr.
+second kind. Prints one JSON document, and the table as Markdown on stderr; ``--write`` puts the table with what was
+measured into ``docs/simulator.md``. ``--measured FILE`` reads such a document and predicts its rows anew.
 """
 
 from __future__ import annotations
@@ -12,21 +13,35 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from reshard.bench import SCENARIOS
 from reshard.bench.calibrate import calibrate
 from reshard.bench.cluster import run_cluster
-from reshard.bench.cluster_scenarios import SCENARIO_NAMES
+from reshard.bench.cluster_scenarios import SCENARIO_NAMES, side_of
 from reshard.bench.expected import expected_local
 from reshard.bench.expected_cluster import expected_cluster
 from reshard.bench.local import run_local
 from reshard.simulate.calibration import Calibration
-from reshard.units import parse_nbytes
+from reshard.units import format_nbytes, parse_nbytes, parse_rate
 
 AIMS = {"link": 0.15, "processor": 0.30}
+DOCS = Path(__file__).parents[1] / "docs" / "simulator.md"
+BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What was measured: the local tensor's side, the cluster's links and bytes, and how often."""
+
+    size: int = 8192
+    repeat: int = 5
+    rate: str = "2Gbit"
+    nbytes: str = "256MiB"
+    cluster_repeat: int = 2
 
 
 @dataclass(frozen=True)
@@ -90,6 +105,49 @@ def cluster_rows(machine: Calibration, rate: str, nbytes: int, repeat: int) -> l
     return rows
 
 
+def predicted_anew(rows: list[Row], sizes: Sizes, machine: Calibration) -> list[Row]:
+    """Rows that were measured before, with what is predicted now."""
+
+    @lru_cache
+    def predicted(bench: str, scenario: str) -> dict[str, float]:
+        if bench == "local":
+            return expected_local(scenario, sizes.size, machine)
+        return expected_cluster(scenario, side_of(parse_nbytes(sizes.nbytes)), parse_rate(sizes.rate) / 8, machine)
+
+    return [replace(row, predicted_seconds=predicted(row.bench, row.scenario)[row.name]) for row in rows]
+
+
+def within(rows: list[Row]) -> dict[str, tuple[int, int]]:
+    """By what bounds them: how many rows are as near as they should be, and how many there are."""
+    return {
+        kind: (sum(row.is_within for row in rows if row.bound_by == kind), sum(row.bound_by == kind for row in rows))
+        for kind in AIMS
+    }
+
+
+def described(rows: list[Row], sizes: Sizes, cores: int) -> str:
+    """What was measured, how many rows are within the aims, and the table, as Markdown."""
+    counts = within(rows)
+    (link, links), (cpu, cpus) = counts["link"], counts["processor"]
+    side, moved = sizes.size, format_nbytes(parse_nbytes(sizes.nbytes))
+    return (
+        f"Measured on {cores} cores with everything else at rest (local: bf16 [{side}, {side}] and 1 GB of small "
+        f"tensors,\nmedians of {sizes.repeat}; cluster: {moved} over links of {parse_rate(sizes.rate) / 1e9:g} Gbit/s, "
+        f"medians of {sizes.cluster_repeat}).\n**{link} of {links} rows that a link bounds are within "
+        f"{100 * AIMS['link']:.0f} %, and {cpu} of {cpus} that the processor bounds within "
+        f"{100 * AIMS['processor']:.0f} %.**\n\n{table(rows)}"
+    )
+
+
+def write_docs(text: str) -> None:
+    """Put it between the marks in the documentation."""
+    before, _, rest = DOCS.read_text("utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    if not after:
+        sys.exit(f"{DOCS} lacks the marks {BEGIN} and {END}.")
+    DOCS.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{after}", "utf-8")
+
+
 def table(rows: list[Row]) -> str:
     """The rows as Markdown."""
     lines = [
@@ -105,35 +163,60 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
+def measured_before(path: Path) -> tuple[list[Row], Sizes, Calibration]:
+    """What an earlier run of this program printed."""
+    data = json.loads(path.read_text("utf-8"))
+    names = Row.__dataclass_fields__
+    rows = [Row(**{name: row[name] for name in names}) for row in data["rows"]]
+    return rows, Sizes(**data.get("sizes", {})), Calibration.from_json(data["calibration"])
+
+
 def main() -> None:
     """Calibrate, measure, predict, print."""
+    usual = Sizes()
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--calibration", type=Path, help="read this one instead of measuring")
-    options.add_argument("--size", type=int, default=8192, help="of the local benchmark's tensor")
-    options.add_argument("--repeat", type=int, default=5, help="measured runs of each local operation")
-    options.add_argument("--rate", default="2Gbit", help="of the cluster's links")
-    options.add_argument("--nbytes", default="256MiB", help="of the cluster's tensors")
-    options.add_argument("--cluster-repeat", type=int, default=2, help="measured runs of each cluster operation")
+    options.add_argument("--measured", type=Path, help="predict the rows of an earlier run, and measure nothing")
+    options.add_argument("--write", action="store_true", help="put the table into docs/simulator.md")
+    options.add_argument("--size", type=int, default=usual.size, help="of the local benchmark's tensor")
+    options.add_argument("--repeat", type=int, default=usual.repeat, help="measured runs of each local operation")
+    options.add_argument("--rate", default=usual.rate, help="of the cluster's links")
+    options.add_argument("--nbytes", default=usual.nbytes, help="of the cluster's tensors")
+    options.add_argument(
+        "--cluster-repeat", type=int, default=usual.cluster_repeat, help="measured runs of each cluster operation"
+    )
     options.add_argument("--only", choices=("local", "cluster"), help="one of the two benchmarks")
     asked = options.parse_args()
-    if asked.calibration is None:
+    sizes = Sizes(asked.size, asked.repeat, asked.rate, asked.nbytes, asked.cluster_repeat)
+    if asked.measured is not None:
+        rows, sizes, machine = measured_before(asked.measured)
+    if asked.calibration is not None:
+        machine = Calibration.from_json(json.loads(asked.calibration.read_text("utf-8")))
+    elif asked.measured is None:
         machine = calibrate(_say)
         _say(json.dumps(machine.to_json()))
+    if asked.measured is not None:
+        rows = predicted_anew(rows, sizes, machine)
     else:
-        machine = Calibration.from_json(json.loads(asked.calibration.read_text("utf-8")))
-    rows: list[Row] = []
-    if asked.only != "cluster":
-        rows += local_rows(machine, asked.size, asked.repeat)
-        _say(table(rows))
-    if asked.only != "local":
-        rows += cluster_rows(machine, asked.rate, parse_nbytes(asked.nbytes), asked.cluster_repeat)
-    counts = {
-        kind: [sum(r.is_within for r in rows if r.bound_by == kind), sum(r.bound_by == kind for r in rows)]
-        for kind in AIMS
-    }
-    print(json.dumps({"calibration": machine.to_json(), "within": counts, "rows": [row.to_json() for row in rows]}))
-    _say(table(rows))
-    _say(", ".join(f"bound by the {kind}: {ok} of {n} within {AIMS[kind]:.0%}" for kind, (ok, n) in counts.items()))
+        rows = []
+        if asked.only != "cluster":
+            rows += local_rows(machine, sizes.size, sizes.repeat)
+            _say(table(rows))
+        if asked.only != "local":
+            rows += cluster_rows(machine, sizes.rate, parse_nbytes(sizes.nbytes), sizes.cluster_repeat)
+    print(
+        json.dumps(
+            {
+                "calibration": machine.to_json(),
+                "sizes": asdict(sizes),
+                "within": within(rows),
+                "rows": [row.to_json() for row in rows],
+            }
+        )
+    )
+    _say(described(rows, sizes, machine.cores))
+    if asked.write:
+        write_docs(described(rows, sizes, machine.cores))
 
 
 def _say(text: str) -> None:

@@ -7,10 +7,19 @@ from click.testing import CliRunner
 from tests.simulate.test_shared_cores import MACHINE
 
 from reshard.cli.main import main
-from reshard.cli.published_rows import _candidates, describe_payload, describe_rows, payload_row, published_rows
+from reshard.cli.published_rows import (
+    _candidates,
+    _on_one_host,
+    describe_payload,
+    describe_rows,
+    payload_row,
+    published_rows,
+)
+from reshard.plan.plan import plan_refit
 from reshard.schedule.trace import Trace
 from reshard.simulate.calibration import Calibration
 from reshard.simulate.published import PUBLISHED
+from reshard.topology.presets import named
 
 ASKED = ("--shape", "512x512", "--source", "fsdp=2 [fsdp, -]", "--destination", "tp=4 [-, tp]")
 TWO_HOSTS = (*ASKED, "--cluster", "0-1 / 2-5 @ 2Gbit")
@@ -112,6 +121,14 @@ def rows():
     return published_rows(
         [refit for refit in PUBLISHED if refit.model in ("qwen3-30b-a3b", "qwen3-32b")],
     )
+
+
+def test_a_plan_on_one_host_serves_each_rank_directly_as_the_strategy_point_to_point_does_anywhere():
+    flat = _on_one_host("qwen3-0.6b", "fsdp4", "tp2 dp2")
+    topology = named("dgx-h100", flat.size)
+    direct = plan_refit(flat.src, flat.dst, topology, strategy="point-to-point")
+    assert direct.routes == flat.routes
+    assert direct.classes == flat.classes
 
 
 def test_a_published_row_has_both_times_the_bound_and_the_assumptions(rows):

@@ -12,7 +12,8 @@ from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.plan.plan import STRATEGIES, plan_refit
-from reshard.schedule.schedule import plan_schedule
+from reshard.schedule.hops import Flow
+from reshard.schedule.schedule import _shortest_run, plan_schedule
 from reshard.testing.strategies import cases
 
 # -- simulators: which operations are done, by rank, until all are or nothing moves any more ---------------------------
@@ -177,3 +178,12 @@ def test_the_numbers_for_people_are_those_of_the_schedule(many_tensors):
     assert facts["rounds"] == facts["least_rounds"] == many_tensors.rounds
     assert facts["staging_nbytes"] <= 1 << 14
     assert facts["plan"] == many_tensors.plan.digest
+
+
+def test_runs_longer_than_most_flows_are_halved_as_long_as_they_hardly_grow_in_number():
+    def flows(*counts):
+        return [Flow(((0, 1),), (False,), count) for count in counts]
+
+    assert _shortest_run(flows(*[10] * 40), 800) == 12  # one run each, until they would be two
+    assert _shortest_run(flows(8000), 800) == 800
+    assert _shortest_run(flows(1), 1) == 1

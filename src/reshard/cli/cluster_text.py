@@ -1,23 +1,25 @@
-"""A cluster as the command line gives it: a preset's name, hosts with their ranks and rate, or a topology file."""
+"""A cluster as the command line gives it: a preset with its spine, hosts with ranks and rate, or a topology file."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import cast, get_args
 
 from reshard.errors import ConfigError
-from reshard.topology.presets import hosts, named
-from reshard.topology.topology import Topology
-
-_RATES = {"kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
+from reshard.topology.presets import PRESETS, hosts, named, oversubscribed
+from reshard.topology.topology import CrossRail, Topology
+from reshard.units import parse_rate
 
 
 def read_topology(text: str, size: int) -> Topology:
     """The topology of ``size`` ranks.
 
-    ``dgx-h100`` and ``gb200-nvl72`` are presets; ``0-1 / 2-5 @ 2Gbit`` is two hosts with one port each, of one rate for
-    all or one for each host (``@ 2Gbit, 1Gbit``); otherwise the text names a file that ``Topology.to_json`` wrote.
+    ``dgx-h100`` and ``gb200-nvl72`` are presets; ``dgx-h100 spine=2`` has a spine that is oversubscribed 2 to 1, and
+    with ``cross-rail=local`` bytes for another rail go over the fast link first; ``0-1 / 2-5 @ 2Gbit`` is two hosts
+    with one port each, of one rate for all or one for each host (``@ 2Gbit, 1Gbit``); otherwise the text names a file
+    that ``Topology.to_json`` wrote.
 
     Raises:
         ConfigError: The text is none of these, or the topology makes no sense.
@@ -29,7 +31,26 @@ def read_topology(text: str, size: int) -> Topology:
             return Topology.from_json(json.loads(Path(text).read_text("utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise ConfigError(f"{text} is not a topology (Topology.to_json): {error}.") from error
-    return named(text, size)
+    name, *words = text.split() or [text]
+    if not words or name not in PRESETS:
+        return named(text, size)
+    return _with_spine(text, named(name, size), words)
+
+
+def _with_spine(text: str, topology: Topology, words: list[str]) -> Topology:
+    ratio, cross_rail = 1.0, "spine"
+    for word in words:
+        key, _, value = word.partition("=")
+        if key == "spine" and re.fullmatch(r"\d+(\.\d+)?", value):
+            ratio = float(value)
+        elif key == "cross-rail" and value in get_args(CrossRail):
+            cross_rail = value
+        else:
+            raise ConfigError(
+                f"Cluster {text!r}: {word!r} says nothing of a preset's network. Write 'spine=2' for a spine that is "
+                f"oversubscribed 2 to 1, and 'cross-rail=local' for bytes that reach another rail over the fast link."
+            )
+    return oversubscribed(topology, ratio, cast("CrossRail", cross_rail))
 
 
 def _hosts(text: str, size: int) -> Topology:
@@ -40,7 +61,7 @@ def _hosts(text: str, size: int) -> Topology:
         raise ConfigError(
             f"Cluster {text!r} names ranks {listed}; the plan has ranks 0 to {size - 1}. Name each of them once."
         )
-    speeds = [parse_rate(rate) for rate in rates.split(",")]
+    speeds = [parse_rate(rate) // 8 for rate in rates.split(",")]
     return hosts(ranks, port_bytes_per_second=speeds[0] if len(speeds) == 1 else speeds)
 
 
@@ -52,15 +73,3 @@ def _ranks(text: str) -> list[int]:
             raise ConfigError(f"{text.strip()!r} is not a list of ranks. Write it as in '0-3,8'.")
         ranks.extend(range(int(match[1]), int(match[2] or match[1]) + 1))
     return ranks
-
-
-def parse_rate(text: str) -> int:
-    """Bytes a second of a link rate.
-
-    >>> parse_rate("2Gbit"), parse_rate(" 400 Gbit ")
-    (250000000, 50000000000)
-    """
-    match = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]+)(?:/s)?\s*", text)
-    if match is None or match[2].lower() not in _RATES:
-        raise ConfigError(f"{text.strip()!r} is not a link rate. Write it as in '2Gbit'.")
-    return int(float(match[1]) * _RATES[match[2].lower()]) // 8

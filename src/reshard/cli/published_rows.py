@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from reshard.layouts.manifest import Manifest
+    from reshard.plan.plan import Plan
     from reshard.simulate.published import PublishedRefit
 
 STAGING_NBYTES, BUCKET_NBYTES = 512 << 20, 8 << 20
@@ -85,9 +87,10 @@ def _row(refit: PublishedRefit) -> dict[str, Any]:
 
 @lru_cache(maxsize=32)
 def _predict(model_name: str, cluster: str, source: str, destination: str) -> tuple[tuple[str, Any], ...]:
-    trainer, engine = _side(model_name, source, True), _side(model_name, destination, False)
-    topology, costs = named(cluster, trainer.size + engine.size), costs_for(cluster)
-    plan = plan_refit(trainer, engine, topology)
+    flat = _on_one_host(model_name, source, destination)
+    topology, costs = named(cluster, flat.size), costs_for(cluster)
+    # where nobody asks what joins the ranks, each is served directly
+    plan, point_to_point = plan_again(flat, topology), replace(flat, topology=topology, strategy="point-to-point")
     bound = least_seconds(plan, costs)
     ours, direct = (
         predict(
@@ -98,11 +101,11 @@ def _predict(model_name: str, cluster: str, source: str, destination: str) -> tu
             mode="totals",
             bound_seconds=bound,
         )
-        for made in (plan, plan_again(plan, strategy="point-to-point"))
+        for made in (plan, point_to_point)
     )
     usual, payload = usual_seconds(plan), usual_payload_nbytes(plan)  # each goes through all tensors
     return (
-        ("ranks", [trainer.size, engine.size]),
+        ("ranks", [plan.src.size, *(side.size for side in plan.dst)]),
         ("mode", ours.mode),
         ("wire_bound_seconds", ours.bound_seconds),
         ("reshard_seconds", ours.seconds),
@@ -119,6 +122,11 @@ def _predict(model_name: str, cluster: str, source: str, destination: str) -> tu
 
 
 @lru_cache(maxsize=2)
+def _on_one_host(model_name: str, source: str, destination: str) -> Plan:
+    """The plan of both sides, whose cells hold for every cluster."""
+    return plan_refit(_side(model_name, source, True), _side(model_name, destination, False))
+
+
 def _side(model_name: str, text: str, is_source: bool) -> Manifest:
     parallelism = parallelism_of(WorldText.parse(text), is_source=is_source)
     return manifest_of(find_model(model_name), parallelism, world="trainer" if is_source else "engine")

@@ -90,8 +90,10 @@ def simulate(
 ) -> None:
     """Predict how long a refit takes, by strategy, and what the bound is.
 
-    Small plans are simulated message by message; of large ones, the work of the busiest port, fast link and rank is
-    added up (the column 'mode' says which). Nothing is fitted: rates are those of data sheets, and each can be given.
+    Small plans are simulated message by message; of large ones, the work of the busiest port, leaf, fast link and rank
+    is added up (the column 'mode' says which). Where leaf switches join the ports, 'busiest leaf' says which one's way
+    to or from the spine carries most, and for what part of the time. Nothing is fitted: rates are those of data
+    sheets, and each can be given.
 
     What is to be planned is said as for 'reshard plan'. With --published nothing else is asked: the refits that others
     have published are planned and predicted, and their figures stand beside ours. With --calibrate this machine is
@@ -189,6 +191,9 @@ def _facts(cluster: str, predictions: Sequence[Prediction], costs: Costs, step_s
 
 def _table(predictions: Sequence[Prediction], step_seconds: float | None) -> str:
     head = ["strategy", "predicted", "bound", "bound/predicted", "on the wire", "busiest", "mode"]
+    crosses = any(prediction.totals.busiest_leaf for prediction in predictions)
+    if crosses:
+        head.append("busiest leaf")
     rows = [head if step_seconds is None else [*head, f"of {format_seconds(step_seconds)} + refit"]]
     for prediction in predictions:
         row = [
@@ -200,6 +205,9 @@ def _table(predictions: Sequence[Prediction], step_seconds: float | None) -> str
             prediction.totals.busiest,
             prediction.mode,
         ]
+        if crosses:
+            share = prediction.busiest_leaf_share
+            row.append("-" if share is None else f"{prediction.totals.busiest_leaf} {share:.0%}")
         rows.append(row if step_seconds is None else [*row, f"{_share(prediction, step_seconds):.2%}"])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     return "\n".join("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows)

@@ -1,26 +1,29 @@
 """Bound: the time that no plan can beat in which each domain takes each slice in once; and what a plan reaches of it.
 
-Three things take at least their time, whatever the order:
+Four things take at least their time, whatever the order:
 
 - **Ports that take in.** A domain without a holder of a class takes its bytes in once, through the ports of its
   needers. Shared out as evenly as ports and needers allow (an exact flow), the busiest port needs ``in_seconds``.
 - **Ports that send.** The first copy of a class leaves a holder, every other copy a holder or a rank that needs the
   class too. Shared out likewise, the busiest port needs ``out_seconds``.
 - **Ranks.** What a rank needs and does not hold comes through its port or over the fast link, and both have a rate.
+- **Spine.** Where leaf switches have less than full bisection: what comes to a leaf without a holder (``spine``).
 
-No plan of the class is faster than the largest of the three. Left out of the class: a rank that needs nothing could
+No plan of the class is faster than the largest of these. Left out of the class: a rank that needs nothing could
 lend its port, and a domain could take a slice in twice to spare its fast link.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
 
 from reshard.plan.cells import ranks_of
 from reshard.plan.entries import find_entries
+from reshard.plan.spine import least_spine_seconds
 from reshard.plan.supply import least_seconds
+from reshard.topology.topology import Port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -37,18 +40,21 @@ class Bound:
     out_seconds: Fraction
     in_seconds: Fraction
     rank_seconds: Fraction
+    spine_seconds: Fraction = Fraction(0)
+    """0 where the spine has full bisection."""
 
     @property
     def seconds(self) -> Fraction:
-        return max(self.out_seconds, self.in_seconds, self.rank_seconds)
+        return max(self.out_seconds, self.in_seconds, self.rank_seconds, self.spine_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """What the ports carry under a plan. Bytes count payload."""
+    """What the ports carry under a plan, and the leaves where these can be the limit. Bytes count payload."""
 
     busiest_seconds: Fraction
     busiest_port: str
+    """Which port and way; or which leaf, where the spine has less than full bisection."""
     crossing_nbytes: int
     """Bytes that go from one domain into another."""
 
@@ -72,7 +78,10 @@ def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
     """The bound for what ``classes`` say is held and needed; all zero where one domain holds everybody."""
     if topology.is_flat:
         return Bound(Fraction(0), Fraction(0), Fraction(0))
-    out_seconds, in_seconds = least_seconds(find_entries(classes, topology), topology)
+    entries = find_entries(classes, topology)
+    out_seconds, in_seconds = least_seconds(entries, topology)
+    if topology.leaves and topology.cross_rail == "local":
+        out_seconds, _ = least_seconds(entries, _pooled(topology))
     by_mask: dict[int, int] = {}
     for cls in classes:
         needers = cls.needers & ~cls.holders
@@ -86,11 +95,21 @@ def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
         port = topology.ports[topology.port_of(rank)]
         domain = topology.domains[topology.domain_of(rank)]
         slowest = max(slowest, Fraction(nbytes, port.in_bytes_per_second + domain.bytes_per_second))
-    return Bound(out_seconds, in_seconds, slowest)
+    return Bound(out_seconds, in_seconds, slowest, least_spine_seconds(entries, topology))
+
+
+def _pooled(topology: Topology) -> Topology:
+    """One port for all ranks of a domain: as fast as they are together where each may send over another one's."""
+    rates: dict[int, int] = {}
+    for port in topology.ports:
+        home = topology.domain_of(port.ranks[0])
+        rates[home] = rates.get(home, 0) + port.out_bytes_per_second
+    ports = tuple(Port(d.name, d.ranks, rates[at], rates[at]) for at, d in enumerate(topology.domains) if at in rates)
+    return replace(topology, ports=ports, leaves=())
 
 
 def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topology: Topology) -> Reach:
-    """Add up what every port carries."""
+    """Add up what every port carries, and every leaf where the spine has less than full bisection."""
     by_edge: dict[tuple[int, int], int] = {}
     relayed = 0
     holders = {cls.holders: frozenset(ranks_of(cls.holders)) for cls in classes}
@@ -100,8 +119,14 @@ def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topolo
     sent: dict[int, int] = {}
     taken: dict[int, int] = {}
     into: dict[int, int] = {}
+    up: dict[int, int] = {}
+    down: dict[int, int] = {}
     for (sender, receiver), nbytes in by_edge.items():
-        out, inn, domain = topology.port_of(sender), topology.port_of(receiver), topology.domain_of(receiver)
+        sending = topology.sends_for(sender, receiver)
+        out, inn, domain = topology.port_of(sending), topology.port_of(receiver), topology.domain_of(receiver)
+        if topology.is_blocking and (leaves := topology.crosses(sending, receiver)):
+            up[leaves[0]] = up.get(leaves[0], 0) + nbytes
+            down[leaves[1]] = down.get(leaves[1], 0) + nbytes
         sent[out] = sent.get(out, 0) + nbytes
         taken[inn] = taken.get(inn, 0) + nbytes
         into[domain] = into.get(domain, 0) + nbytes
@@ -112,6 +137,14 @@ def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topolo
     times += [
         (Fraction(n, topology.ports[at].in_bytes_per_second), f"into {topology.ports[at].name}")
         for at, n in taken.items()
+    ]
+    times += [
+        (Fraction(n, topology.leaves[at].up_bytes_per_second), f"up from {topology.leaves[at].name}")
+        for at, n in up.items()
+    ]
+    times += [
+        (Fraction(n, topology.leaves[at].down_bytes_per_second), f"down to {topology.leaves[at].name}")
+        for at, n in down.items()
     ]
     seconds, name = max(times, default=(Fraction(0), ""))
     distinct: dict[int, int] = {}

@@ -5,7 +5,8 @@ Two choices are left once it is known what enters where (``entries``), and both 
 - **Out**: who sends each of the copies. The first copy of a class into any domain leaves a holder; the others leave
   holders or, once a domain has the class, its needers, who then relay. The busiest port's time is the least possible
   (an exact flow, raised from the average by minimum cuts); under that time, as much as possible is sent by holders,
-  since a relayed byte is sent later.
+  since a relayed byte is sent later. Where that would cross a spine that is too slow for it, relays that are at the
+  leaves of those who need a class send its other copies.
 - **In**: which needers of a domain take which part of the copy (its stripes), so that its ports are equally busy. A
   port belongs to one domain, so each domain is a flow of its own; domains that are alike are solved once.
 
@@ -107,6 +108,29 @@ class _SentOut:
         first = list(zip(self._first_nbytes, self._firsts, strict=True))
         other = [(n, (*holders, pool)) for n, (holders, pool) in zip(self._other_nbytes, self._others, strict=True)]
         self.seconds = PortFlow.least_seconds([*first, *other], self._rates, self._pools)
+        keeps_near = topology.is_blocking and topology.cross_rail == "spine"
+        self._near, self._crossing_seconds = self._relayed_near(topology) if keeps_near else ((), Fraction(0))
+
+    def _relayed_near(self, topology: Topology) -> tuple[Sequence[int], Fraction]:
+        """The demands whose relays are at leaves where no holder is: by relays they cross the spine once, not n times.
+
+        Returns:
+            Them, and the time that the busiest leaf needs if holders send all of these.
+        """
+        near: list[int] = []
+        up: dict[tuple[int, ...], int] = {}
+        down: dict[tuple[int, ...], int] = {}
+        for at, ((holders, pool), nbytes) in enumerate(zip(self._others, self._other_nbytes, strict=True)):
+            out, into = ({topology.leaf_of(port) for port in ports} for ports in (holders, self._pools[pool]))
+            if out.isdisjoint(into):
+                near.append(at)
+                for sums, leaves in ((up, tuple(sorted(out))), (down, tuple(sorted(into)))):
+                    sums[leaves] = sums.get(leaves, 0) + nbytes
+        rates = (
+            (up, {at: leaf.up_bytes_per_second for at, leaf in enumerate(topology.leaves)}),
+            (down, {at: leaf.down_bytes_per_second for at, leaf in enumerate(topology.leaves)}),
+        )
+        return near, max(PortFlow.least_seconds([(n, key) for key, n in sums.items()], of) for sums, of in rates)
 
     def _more(self, at: int) -> int:
         """Bytes of an entry's copies behind the first."""
@@ -119,12 +143,17 @@ class _SentOut:
         other = [(n, ()) for n in self._other_nbytes]
         flow = PortFlow([*first, *other], self._rates, seconds, self._pools)
         flow.run()  # first copies come from holders, so they go first: what flows is never taken back
-        for at, (holders, _) in enumerate(self._others):
-            flow.open(count + at, holders)
-        flow.run()
-        rest = [n - sum(flow.share(count + at).values()) for at, n in enumerate(self._other_nbytes)]
-        sending = {port for at in range(len(first) + len(other)) for port, n in flow.share(at).items() if n}
-        relayed = self._relayed(rest, sending, seconds)
+        near = frozenset(self._near if self._crossing_seconds > seconds else ())
+        for kept in (near, frozenset[int]()):  # to relays if they can carry it all, else to holders as well
+            for at, (holders, _) in enumerate(self._others):
+                if at not in kept:
+                    flow.open(count + at, holders)
+            flow.run()
+            rest = [n - sum(flow.share(count + at).values()) for at, n in enumerate(self._other_nbytes)]
+            sending = {port for at in range(len(first) + len(other)) for port, n in flow.share(at).items() if n}
+            relayed = self._relayed(rest, sending, seconds)
+            if relayed is not None or not near:
+                break
         if relayed is None:  # some relay's port sends for a holder too: let the flow find its way around that
             for at, (_, pool) in enumerate(self._others):
                 flow.open(count + at, (pool,))

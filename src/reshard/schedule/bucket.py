@@ -82,11 +82,11 @@ def size_buckets(
     nbytes = bucket_nbytes or min(largest, _with_slack(fits))
     size = BucketSize(nbytes, nbytes // 8 // 16 * 16 if nbytes >= _LEAST_WITH_SLACK else 0, depth)
     if nbytes < 1 or size.staging_nbytes > staging_nbytes:
+        lower = f", or lower bucket_nbytes to {format_nbytes(_with_slack(fits))} or less" if fits else ""
         raise ScheduleError(
             f"{2 * depth} open operations of up to {format_nbytes(max(size.slot_nbytes, 1))} need "
             f"{format_nbytes(max(size.staging_nbytes, 2 * depth))} of staging; the limit is "
-            f"{format_nbytes(staging_nbytes)}. Raise staging_nbytes, or lower bucket_nbytes to "
-            f"{format_nbytes(_with_slack(fits))} or less.",
+            f"{format_nbytes(staging_nbytes)}. Raise staging_nbytes{lower}.",
             staging_nbytes=staging_nbytes,
             bucket_nbytes=nbytes,
         )

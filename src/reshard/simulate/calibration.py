@@ -86,6 +86,7 @@ class Calibration:
             latency_seconds=network.latency_seconds,
             local_latency_seconds=local.latency_seconds,
             source=f"measured on this machine ({self.sizes})",
+            watched="all" if transport == "gloo" else "network",
             cpu=CpuCosts(
                 cores=self.cores,
                 local_send=local.send,

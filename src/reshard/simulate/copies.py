@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from reshard.layouts.box import Box
     from reshard.plan.plan import Plan
@@ -53,12 +53,16 @@ class Copies:
         nbytes = sum(box.numel * self._specs[tensor].itemsize for tensor, box in boxes)
         return self._costs.copy_seconds(nbytes, "strided" if strided else "run", boxes=len(boxes))
 
+    def is_in_place(self, rank: int, items: Sequence[Item], *, is_source: bool) -> bool:
+        """Whether a bucket is one run of the rank's memory, so that it can be sent from there, or can land there."""
+        return self._costs.cpu is not None and len(items) == 1 and self._is_run(rank, items[0], is_source=is_source)
+
     def _through_staging(
         self, rank: int, items: list[Item], nbytes: int, is_network: bool, *, is_source: bool
     ) -> float:
         cpu = self._costs.cpu
         moves_runs = cpu is not None and (is_network or not cpu.stages_runs)
-        if moves_runs and len(items) == 1 and self._is_run(rank, items[0], is_source=is_source):
+        if moves_runs and self.is_in_place(rank, items, is_source=is_source):
             return 0.0
         return self._costs.copy_seconds(nbytes, "staging", boxes=len(items))
 

@@ -9,6 +9,9 @@ from reshard.errors import ConfigError
 
 CopyKind = Literal["run", "strided", "warm", "staging", "fresh"]
 
+Watched = Literal["none", "network", "all"]
+"""Whose messages can be waited for all at once: of no transport, of the network's, or of the one that has them all."""
+
 
 @dataclass(frozen=True, slots=True)
 class CpuCosts:
@@ -71,6 +74,8 @@ class Costs:
         source: Where the numbers come from, in words.
         cpu: Where all ranks share the cores of one machine: what that adds. A byte on its way then takes the cores of
             both ends, and copies take them too, so that what is done at once goes on slower.
+        watched: Which transports tell what is done first, as gloo's does on CPUs: a rank all of whose messages are
+            theirs, and which packs none, acts on whichever comes first. Others carry out rounds in order.
 
     Raises:
         ConfigError: A rate that is not above zero, or a negative time.
@@ -83,6 +88,7 @@ class Costs:
     local_latency_seconds: float = 0.0
     source: str = ""
     cpu: CpuCosts | None = None
+    watched: Watched = "none"
 
     def __post_init__(self) -> None:
         for name in ("copy_bytes_per_second", "local_bytes_per_second"):
@@ -151,6 +157,7 @@ CPU_HOST = Costs(
     latency_seconds=100e-6,
     local_bytes_per_second=10e9,
     local_latency_seconds=20e-6,
+    watched="all",
     source="a two-core machine with gloo: one core copies 10 GB/s, a message costs 33 us an end",
 )
 
@@ -159,9 +166,9 @@ PRESETS = {"dgx-h100": H100, "gb200-nvl72": GB200, "gpus": H100, "cpu-host": CPU
 
 
 def costs_for(name: str) -> Costs:
-    """The costs of a topology's preset, by its name; those of CPU hosts where it has none.
+    """The costs of a topology's preset, by the first word of its name; those of CPU hosts where it has none.
 
-    >>> costs_for("gb200-nvl72").local_bytes_per_second
+    >>> costs_for("gb200-nvl72 spine=2").local_bytes_per_second
     900000000000.0
     """
-    return PRESETS.get(name, CPU_HOST)
+    return PRESETS.get(name.partition(" ")[0], CPU_HOST)

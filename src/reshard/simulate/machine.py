@@ -1,8 +1,10 @@
 """Machine: what carries out work and messages on a simulated clock: the ranks' cores, their links, their ports.
 
 A message leaves once its port, or its rank's fast link, has sent what came before; it arrives after the latency, at the
-rate of the slower end, in turn with what else arrives at that port. Where ranks share the cores of one machine, its
-bytes also take a thread of the sender and one of the receiver, each of which handles one message after the other.
+rate of the slowest end on its way, in turn with what else crosses the same leaves and arrives at that port. Where ranks
+share the cores of one machine, its bytes also take a thread of the sender and one of the receiver, each of which
+handles one message after the other; and over the network it goes on a TCP connection of its pair, which shares ports
+with others (``sharing``).
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from reshard.simulate.links import Links, Way
 from reshard.simulate.processor import Clock, Processor, Thread
+from reshard.simulate.sharing import Sharing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -34,6 +37,7 @@ class Machine:
         self.costs = costs
         self.processor = Processor(self.clock, costs.cpu.cores if costs.cpu else float("inf"))
         self._links = Links(topology, costs)
+        self._sharing = Sharing(self.clock)
         self._ways: dict[tuple[int, int], Way] = {}
         self._threads: dict[int, Thread] = {}
 
@@ -57,7 +61,8 @@ class Machine:
         """
         clock, pair = self.clock, (sender, receiver)
         way = self._ways.setdefault(pair, self._links.way(*pair))
-        start, stop = way.out.take(clock.now, nbytes)
+        is_stream = way.is_network and self.costs.cpu is not None
+        start, stop = (clock.now, clock.now) if is_stream else way.out.take(clock.now, nbytes)
         out_seconds, in_seconds = self._cpu_seconds(way, nbytes)
         gone, here = _Count(2), _Count(3)  # the link and the sender's thread; and for arriving the receiver's too
 
@@ -74,14 +79,38 @@ class Machine:
             span = way.into.take(clock.now, nbytes)
             clock.at(span[1], lambda: has_landed(span))
 
+        def pass_on(at: int, first: float, last: float) -> None:
+            """Go through what is on the way from its ``at``-th end on; the message's bytes come from first to last."""
+            if at == len(way.through):
+                into, latency = way.into.seconds(nbytes), way.latency_seconds
+                clock.at(max(first + latency, last + latency - into), arrive)
+                return
+            end = way.through[at]
+            due = max(first, last - end.seconds(nbytes))
+
+            def take() -> None:
+                start, stop = end.take(clock.now, nbytes)
+                pass_on(at + 1, first + start - due, stop)  # its first byte too waited for what came before
+
+            clock.at(due, take)
+
         def is_sent() -> None:
             has_left()
             has_landed((0.0, 0.0))
 
-        clock.at(stop, has_left)
-        # its last byte has to be here before it has arrived; an end faster than the sender's is in use only so long
-        first, last = start + way.latency_seconds, stop + way.latency_seconds
-        clock.at(max(first, last - way.into.seconds(nbytes)), arrive)
+        def is_through(span: Span) -> None:
+            nonlocal start, stop
+            start, stop = span
+            has_left()
+            there = start + way.latency_seconds, stop + way.latency_seconds
+            clock.at(there[1], lambda: has_landed(there))
+
+        if is_stream:
+            self._sharing.send(pair, (way.out, *way.through, way.into), nbytes, is_through)
+        else:
+            clock.at(stop, has_left)
+            # its last byte has to be here before it has arrived; an end faster than the sender's is in use only so long
+            pass_on(0, start, stop)
         if out_seconds or in_seconds:
             self._thread(sender).work(out_seconds, is_sent)
             self._thread(receiver).work(in_seconds, lambda: has_landed((0.0, 0.0)))

@@ -31,7 +31,7 @@ class Prediction:
 
     Args:
         strategy: Of the plan.
-        mode: ``events``: every message was simulated; ``totals``: what the busiest port, link and rank have to do.
+        mode: ``events``: every message was simulated; ``totals``: what the busiest port, leaf, link and rank do.
         seconds: From the moment at which all ranks are here to the end.
         bound_seconds: The least time of any plan that brings each domain each slice once.
         wire_nbytes: Bytes from rank to rank.
@@ -54,6 +54,14 @@ class Prediction:
         """The part of the predicted time that the bound is; None where nothing has to move."""
         return self.bound_seconds / self.seconds if self.seconds else None
 
+    @property
+    def busiest_leaf_share(self) -> float | None:
+        """The part of the predicted time in which the busiest leaf's way to the spine, or from it, is in use.
+
+        None where nothing crosses a spine.
+        """
+        return self.totals.spine_seconds / self.seconds if self.totals.busiest_leaf else None
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, without the trace."""
         return {
@@ -66,6 +74,9 @@ class Prediction:
             "messages": self.messages,
             "busiest": self.totals.busiest,
             "port_seconds": self.totals.port_seconds,
+            "spine_seconds": self.totals.spine_seconds,
+            "busiest_leaf": self.totals.busiest_leaf or None,
+            "busiest_leaf_share": self.busiest_leaf_share,
             "link_seconds": self.totals.link_seconds,
             "copy_seconds": self.totals.copy_seconds,
             "message_seconds": self.totals.message_seconds,

@@ -3,7 +3,8 @@
 Each rank is carried out as a program over a transport would be: copies within the rank, then its operations in the
 order of rounds, with receives posted ahead, and with what it hands on over the network posted some rounds early. A rank
 does one thing at a time: it packs a bucket (once for all its receivers, while a slot holds it), posts it and goes on;
-or it waits for one and unpacks it. Meanwhile messages move by themselves:
+or it waits for one and unpacks it. Where transports tell which message is done first (``Costs.watched``), a rank that
+packs nothing acts on whichever comes first (``arrivals``). Meanwhile messages move by themselves:
 
 - a message departs once both ends have posted it, and its port, or its rank's fast link, has sent what came before;
 - it arrives after the latency, at the rate of the slower end, in turn with what else arrives at that port;
@@ -21,10 +22,11 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from reshard.errors import ScheduleError
 from reshard.schedule.trace import Trace, TraceEvent
+from reshard.simulate.arrivals import Arrivals, give_slots, key_of, last_uses
 from reshard.simulate.copies import Copies
 from reshard.simulate.machine import Machine
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from reshard.plan.strings import Item
     from reshard.schedule.schedule import Operation, Schedule
     from reshard.schedule.trace import Kind
+    from reshard.simulate.arrivals import When
     from reshard.simulate.costs import Costs
     from reshard.topology.topology import Topology
 
@@ -82,6 +85,10 @@ class _Message:
     landed: _Signal = field(default_factory=_Signal)
 
 
+Program: TypeAlias = "Generator[float | _Signal, None, None]"
+"""What a rank does: seconds that it is busy, and signals that it waits for."""
+
+
 class _Simulation:
     """The machine, and the messages of every pair in order."""
 
@@ -118,7 +125,7 @@ class _Simulation:
     def _now(self) -> float:
         return self._machine.clock.now
 
-    def _resume(self, program: Generator[float | _Signal, None, None]) -> None:
+    def _resume(self, program: Program) -> None:
         """Carry a rank's program on to where it has to wait: some seconds, or for a signal."""
         for wanted in program:
             if isinstance(wanted, float):
@@ -167,48 +174,44 @@ class _Simulation:
 
     # -- ranks -----------------------------------------------------------------------------------------------------
 
-    def _program(self, rank: int) -> Generator[float | _Signal, None, None]:
+    def _program(self, rank: int) -> Program:
         """What a rank does: yields the seconds that something takes, or a signal that it waits for."""
         schedule, costs = self._schedule, self._costs
-        depth, early = schedule.size.depth, self._early_rounds
         operations = tuple(op for op in schedule.for_rank(rank) if not self._is_read(rank, op))
+        kept = self._local_nbytes.get(rank, 0)
+        yield from self._copy(rank, "copy", None, kept, costs.copy_seconds(kept) if kept else 0.0)
+        arrivals = self._arrivals(rank, operations)
+        yield from self._in_order(rank, operations) if arrivals is None else self._as_they_come(rank, arrivals)
+        for (sender, receiver), items in self._in_place.items():
+            if receiver == rank:
+                nbytes = sum(box.numel * schedule.plan.specs[tensor].itemsize for tensor, box in items)
+                seconds = self._copies.read_seconds(sender, rank, items)
+                yield from self._copy(rank, "copy", None, nbytes, seconds)
+
+    def _in_order(self, rank: int, operations: tuple[Operation, ...]) -> Program:
+        """One operation after the other, each when its turn comes."""
+        depth, early = self._schedule.size.depth, self._early_rounds
         order = _in_order(operations, early)
-        handed_on = {(op.bucket.stream, op.bucket.index) for op in operations if op.kind == "send" and op.forwarded}
+        handed_on = last_uses(operations)
         receives = [op for _, op in order if op.kind == "recv"]
         numbers: dict[tuple[int, int], int] = {}
         posted: deque[_Message] = deque()
         slots: OrderedDict[tuple[int, int], list[_Message]] = OrderedDict()
         open_sends: deque[tuple[When, _Message]] = deque()
-
-        def next_message(op: Operation) -> _Message:
-            pair = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
-            numbers[pair] = numbers.get(pair, -1) + 1
-            return self._message(*pair, numbers[pair], op)
-
-        kept = self._local_nbytes.get(rank, 0)
-        yield from self._copy(rank, "copy", None, kept, costs.copy_seconds(kept) if kept else 0.0)
         ahead = 0
         for when, op in order:
             while ahead < len(receives) and len(posted) < depth:
-                message = next_message(receives[ahead])
+                message = self._next_message(rank, receives[ahead], numbers)
                 posted.append(message)
                 ahead += 1
                 self._post(message)
-            key = op.bucket.stream, op.bucket.index
+            key = key_of(op)
             if op.kind == "recv":
                 message = posted.popleft()
                 began = self._now
                 yield message.landed
                 self._note(rank, "wait", op.peer, op.round, (began, self._now), 0)
-                yield self._message_seconds(rank, op.peer)
-                seconds = self._copies.unpack_seconds(
-                    rank,
-                    op.bucket.items,
-                    op.bucket.nbytes,
-                    is_network=self._is_network(rank, op.peer),
-                    is_handed_on=key in handed_on,
-                )
-                yield from self._copy(rank, "unpack", op.round, op.bucket.nbytes, seconds)
+                yield from self._finish(rank, op, is_handed_on=key in handed_on)
                 continue
             if not op.forwarded and key in slots:
                 slots.move_to_end(key)
@@ -217,23 +220,96 @@ class _Simulation:
                     for message in slots.popitem(last=False)[1]:
                         yield message.left
                 slots[key] = []
-                is_network = self._is_network(rank, op.peer)
-                seconds = self._copies.pack_seconds(rank, op.bucket.items, op.bucket.nbytes, is_network=is_network)
-                yield from self._copy(rank, "pack", op.round, op.bucket.nbytes, seconds)
+                yield from self._copy(rank, "pack", op.round, op.bucket.nbytes, self._pack_seconds(rank, op))
             while early and len(open_sends) >= depth and open_sends[0][0] < when:
                 yield open_sends.popleft()[1].left
             yield self._message_seconds(rank, op.peer)
-            message = next_message(op)
+            message = self._next_message(rank, op, numbers)
             open_sends.append(((op.round, op.step), message))
             if not op.forwarded:
                 slots[key].append(message)
             self._post(message)
 
-        for (sender, receiver), items in self._in_place.items():
-            if receiver == rank:
-                nbytes = sum(box.numel * schedule.plan.specs[tensor].itemsize for tensor, box in items)
-                seconds = self._copies.read_seconds(sender, rank, items)
-                yield from self._copy(rank, "copy", None, nbytes, seconds)
+    def _arrivals(self, rank: int, operations: tuple[Operation, ...]) -> Arrivals | None:
+        """Set where a rank acts on whichever bucket comes first: it packs none, and one watched transport has all."""
+        watched = self._costs.watched
+        if watched == "none" or not self._early_rounds or not operations:
+            return None
+        if watched == "network" and not all(self._is_network(rank, op.peer) for op in operations):
+            return None
+
+        def lands(op: Operation) -> bool:
+            return self._copies.is_in_place(rank, op.bucket.items, is_source=False)
+
+        depth = self._schedule.size.depth
+        slots, kept = give_slots(operations, depth, lands)
+        for op in operations:
+            if op.kind == "send" and (
+                self._pack_seconds(rank, op) if not op.forwarded else key_of(op) not in kept and not lands(op)
+            ):
+                return None
+        return Arrivals(operations, depth, slots)
+
+    def _as_they_come(self, rank: int, arrivals: Arrivals) -> Program:
+        """Whatever can go on does, as ``arrivals`` chooses; else wait for any message to land or leave."""
+        handed_on = last_uses(arrivals.operations)
+        numbers: dict[tuple[int, int], int] = {}
+        done: deque[Operation] = deque()
+        anything = _Signal()
+
+        def watch(signal: _Signal, op: Operation) -> None:
+            def then() -> None:
+                done.append(op)
+                if not anything.has_happened:
+                    self._happen(anything)
+
+            if signal.has_happened:
+                then()
+            else:
+                signal.waiting.append(then)
+
+        while not arrivals.is_done:
+            while (op := arrivals.next_receive()) is not None:
+                message = self._next_message(rank, op, numbers)
+                self._post(message)
+                watch(message.landed, op)
+            while (op := arrivals.next_send()) is not None:
+                yield self._message_seconds(rank, op.peer)
+                message = self._next_message(rank, op, numbers)
+                self._post(message)
+                watch(message.left, op)
+            if not done:
+                anything, began = _Signal(), self._now
+                yield anything
+                self._note(rank, "wait", None, None, (began, self._now), 0)
+            for op in tuple(done):
+                done.popleft()
+                if op.kind == "send":
+                    arrivals.has_left(op)
+                else:
+                    yield from self._finish(rank, op, is_handed_on=key_of(op) in handed_on)
+                    arrivals.has_come(op)
+
+    def _next_message(self, rank: int, op: Operation, numbers: dict[tuple[int, int], int]) -> _Message:
+        pair = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
+        numbers[pair] = numbers.get(pair, -1) + 1
+        return self._message(*pair, numbers[pair], op)
+
+    def _finish(self, rank: int, op: Operation, *, is_handed_on: bool) -> Program:
+        """Take what has landed to where it belongs."""
+        yield self._message_seconds(rank, op.peer)
+        seconds = self._copies.unpack_seconds(
+            rank,
+            op.bucket.items,
+            op.bucket.nbytes,
+            is_network=self._is_network(rank, op.peer),
+            is_handed_on=is_handed_on,
+        )
+        yield from self._copy(rank, "unpack", op.round, op.bucket.nbytes, seconds)
+
+    def _pack_seconds(self, rank: int, op: Operation) -> float:
+        is_network = self._is_network(rank, op.peer)
+        return self._copies.pack_seconds(rank, op.bucket.items, op.bucket.nbytes, is_network=is_network)
 
     def _is_network(self, rank: int, peer: int) -> bool:
         return self._topology.domain_of(rank) != self._topology.domain_of(peer)
@@ -248,17 +324,11 @@ class _Simulation:
         pair = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
         return not op.forwarded and pair in self._in_place
 
-    def _copy(
-        self, rank: int, kind: Kind, round_: int | None, nbytes: int, seconds: float
-    ) -> Generator[float, None, None]:
+    def _copy(self, rank: int, kind: Kind, round_: int | None, nbytes: int, seconds: float) -> Program:
         began = self._now
         yield seconds
         if seconds or self._costs.cpu is None:
             self._note(rank, kind, None, round_, (began, self._now), nbytes)
-
-
-When = tuple[int, int]
-"""Round and step."""
 
 
 def _in_order(operations: tuple[Operation, ...], early_rounds: int) -> list[tuple[When, Operation]]:
