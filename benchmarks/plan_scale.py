@@ -1,8 +1,10 @@
 """How long planning takes at cluster scale, and how near the plans come to the bound: one JSON line a case.
 
-Run ``python benchmarks/plan_scale.py`` (``--case dsv3`` for one kind; ``--order`` for rounds too). Times are processor
-seconds of one core beside wall seconds, since other work on the machine only shows in the latter; memory is the most
-that the process has used, manifests included. Each case is planned in a process of its own.
+Run ``python benchmarks/plan_scale.py`` (``--case dsv3`` for one kind; ``--order`` for rounds too; ``--profile FOLDER``
+for a table of functions by own time beside). Times are processor seconds of one core beside wall seconds, since other
+work on the machine only shows in the latter; memory is the most that the process has used, manifests included. Each
+case is planned in a process of its own. ``json_mib`` is the size of the saved plan; ``save`` and ``read`` make it and
+read it, digest and JSON included.
 
 The layouts are those that the field reports: experts by expert-parallel rank and pipeline stage at the source, replicas
 of tensor-parallel groups at the destination.
@@ -17,7 +19,10 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from own_time import own_time
 
 from reshard.layouts.holding import Entry, Rule
 from reshard.layouts.manifest import Manifest
@@ -150,6 +155,8 @@ def measure(case: Case, *, order: bool) -> dict[str, Any]:
     for name, rank in (("for_source_rank", 3), ("for_destination_rank", case.size - 3)):
         clock.call(name, lambda rank=rank: plan.for_rank(rank))
     planned_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+    text = clock.call("save", lambda: json.dumps(plan.to_json()))
+    assert clock.call("read", lambda: Plan.from_json(json.loads(text))) == plan
     ordered = {}
     if order:
         schedule = clock.call("order", lambda: plan_schedule(plan))
@@ -173,25 +180,50 @@ def measure(case: Case, *, order: bool) -> dict[str, Any]:
         "most_copies_into_a_domain": max(float(copies) for _, copies in reach.copies_into),
         "relayed_of_crossing": round(reach.relayed_nbytes / reach.crossing_nbytes, 4),
         **ordered,
+        "json_mib": round(len(text.encode()) / 2**20, 3),
         "planned_mib": planned_mib,
         "peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10,
     }
 
 
+def profile(case: Case) -> str:
+    """Where the time of plan, bound, reach and proof goes."""
+    model = find_model(case.model)
+    src, dst, topology = source(model, case), destination(model, case), cluster(case)
+
+    def counted() -> None:
+        plan = plan_refit(src, dst, topology)
+        assert plan.reach.busiest_seconds >= plan.bound.seconds
+        plan.proof()
+
+    return own_time(counted)[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="only cases whose name begins so")
-    parser.add_argument("--here", action="store_true", help="in this process (for a profiler)")
     parser.add_argument("--order", action="store_true", help="put each plan into rounds too")
+    parser.add_argument("--profile", metavar="FOLDER", type=Path, help="write CASE.txt there: functions by own time")
+    parser.add_argument("--here", choices=("measure", "profile"), help="one of the two, in this process")
     given = parser.parse_args()
     for case in CASES:
         if not case.name.startswith(given.case):
             continue
         if given.here:
-            print(json.dumps(measure(case, order=given.order)), flush=True)
-        else:
-            more = ["--order"] if given.order else []
-            subprocess.run([sys.executable, __file__, "--here", "--case", case.name, *more], check=True)
+            made = json.dumps(measure(case, order=given.order)) if given.here == "measure" else profile(case)
+            print(made, flush=True)
+            continue
+        line = _apart(case, "measure", *(["--order"] if given.order else []))
+        print(line, end="", flush=True)
+        if given.profile:
+            given.profile.mkdir(parents=True, exist_ok=True)
+            (given.profile / f"{case.name}.txt").write_text(f"{line}\n{_apart(case, 'profile')}", "utf-8")
+
+
+def _apart(case: Case, what: str, *more: str) -> str:
+    """What a process of its own prints of a case."""
+    command = [sys.executable, __file__, "--here", what, "--case", case.name, *more]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How long it takes to make one manifest of rules out of what 128 ranks publish box by box: one JSON line a case.
 
-Run ``python benchmarks/regroup_scale.py`` (``--case qwen3`` for some). Each rank publishes explicit pieces alone, as a
+Run ``python benchmarks/regroup_scale.py`` (``--case qwen3`` for some; ``--profile FOLDER`` for a table of functions by
+own time beside). Each rank publishes explicit pieces alone, as a
 traced engine does, in the JSON that ranks exchange; ranks that say the same are read once, as a refit does it. Times
 are processor seconds of one core. Reading the JSON and planning stand beside, and with ``--explicit`` planning once
 more with the pieces left as they are.
@@ -12,7 +13,10 @@ import argparse
 import json
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from own_time import own_time
 
 from reshard.layouts.holding import HERE, Entry, Pieces, Rule
 from reshard.layouts.manifest import Manifest
@@ -95,8 +99,8 @@ def _boxes_by_rank(entry: Entry, holdings: tuple[Holding, ...]) -> dict[int, Pie
     return {rank: Pieces(((HERE, tuple(sorted(boxes))),)) for rank, boxes in held.items()}
 
 
-def measure(case: Case, *, explicit: bool) -> dict[str, Any]:
-    """Publish, read, merge, regroup and plan one case."""
+def measure(case: Case, texts: dict[int, str], *, explicit: bool) -> dict[str, Any]:
+    """Read what the ranks published, merge, regroup and plan it."""
     seconds: dict[str, float] = {}
 
     def clock(name: str, what: Callable[[], Any]) -> Any:
@@ -105,13 +109,11 @@ def measure(case: Case, *, explicit: bool) -> dict[str, Any]:
         seconds[name] = round(time.process_time() - began, 3)
         return result
 
-    model = find_model(case.model)
-    texts = published(manifest_of(model, case.engine, world="engine"))
     read = clock("read", lambda: {text: Manifest.from_json(json.loads(text)) for text in set(texts.values())})
     parts = {rank: read[text] for rank, text in texts.items()}
     merged: Manifest = clock("merge", lambda: merge(parts, world="engine"))
     ruled: Manifest = clock("regroup", lambda: regroup(merged))
-    src = manifest_of(model, case.trainer, world="trainer")
+    src = manifest_of(find_model(case.model), case.trainer, world="trainer")
     plan = clock("plan", lambda: plan_refit(src, ruled))
     sizes = {
         "explicit_json_mib": round(len(json.dumps(merged.to_json())) / 2**20, 2),
@@ -135,14 +137,27 @@ def measure(case: Case, *, explicit: bool) -> dict[str, Any]:
     }
 
 
+def profile(texts: dict[int, str]) -> str:
+    """Where the time of merging and regrouping goes."""
+    read = {text: Manifest.from_json(json.loads(text)) for text in set(texts.values())}
+    return own_time(lambda: regroup(merge({rank: read[text] for rank, text in texts.items()}, world="engine")))[1]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", default="", help="only cases whose name begins so")
     parser.add_argument("--explicit", action="store_true", help="plan with the explicit pieces too")
+    parser.add_argument("--profile", metavar="FOLDER", type=Path, help="write regroup-CASE.txt there")
     given = parser.parse_args()
     for case in CASES:
-        if case.name.startswith(given.case):
-            print(json.dumps(measure(case, explicit=given.explicit)), flush=True)
+        if not case.name.startswith(given.case):
+            continue
+        texts = published(manifest_of(find_model(case.model), case.engine, world="engine"))
+        line = json.dumps(measure(case, texts, explicit=given.explicit))
+        print(line, flush=True)
+        if given.profile:
+            given.profile.mkdir(parents=True, exist_ok=True)
+            (given.profile / f"regroup-{case.name}.txt").write_text(f"{line}\n\n{profile(texts)}\n", "utf-8")
 
 
 if __name__ == "__main__":

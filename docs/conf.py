@@ -39,7 +39,8 @@ nitpicky = False  # types of torch and numpy have no page here, and nothing is f
 
 html_theme = "furo"
 html_title = f"reshard {__version__}"
-html_static_path: list[str] = []
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_extra_path = ["generated/pages"]
 html_theme_options = {"source_edit_link": "", "source_view_link": ""}
 html_copy_source = False

@@ -66,23 +66,25 @@ def contents() -> str:
 
 
 def models_table() -> str:
-    """The catalogue as a table in Markdown."""
-    rows = [("name", "parameters", "tensors", "one copy", "layers", "experts", "in feed-forward", "")]
+    """The catalogue as a table in Markdown, and below it what is to be known of some models."""
+    rows = [("name", "parameters", "tensors", "one copy", "layers", "experts", "in feed-forward")]
+    notes: dict[str, list[str]] = {}
     for name, published in CATALOGUE.items():
         model = summary_of(name)
+        if published.note:
+            notes.setdefault(published.note, []).append(f"`{name}`")
         rows.append(
             (
                 f"`{name}`",
                 f"{model.parameters:,}",
                 f"{model.tensors:,}",
-                format_nbytes(model.nbytes),
+                format_nbytes(model.nbytes).replace(" ", "\u00a0"),
                 str(model.layers),
                 str(model.experts or "-"),
                 f"{model.feed_forward_share:.1%}",
-                published.note,
             )
         )
-    return _table(rows)
+    return _table(rows) + "".join(f"\n- {', '.join(names)}: {note}." for note, names in notes.items()) + "\n"
 
 
 def clusters_table() -> str:

@@ -53,7 +53,7 @@ def test_a_plan_is_made_and_proved_from_both_sides():
 
 
 def route(data, **changes):
-    fields = ("route_class", "start", "stop", "edges", "rule")
+    fields = ("route_class", "start", "stop", "rule", "edges")
     for name, value in changes.items():
         data["routes"][0][fields.index(name)] = value
 
@@ -63,21 +63,23 @@ def route(data, **changes):
     [
         (lambda data: data["routes"].pop(), "rank 5 never gets bytes [0, 16)"),
         (lambda data: data["routes"].append(data["routes"][0]), "rank 2 gets bytes [0, 16) of its class twice"),
-        (lambda data: route(data, edges=[[1, 2]]), "rank 1 sends bytes [0, 16)"),
-        (lambda data: route(data, edges=[[0, 3]]), "receives what it never asked for"),
-        (lambda data: route(data, edges=[[0, 2], [0, 1]]), "receives what it never asked for"),
+        (lambda data: route(data, edges="1>2"), "rank 1 sends bytes [0, 16)"),
+        (lambda data: route(data, edges="0>3"), "receives what it never asked for"),
+        (lambda data: route(data, edges="0>2,1"), "receives what it never asked for"),
         (lambda data: route(data, stop=14), "never gets bytes [14, 16)"),
         (lambda data: route(data, stop=17), "a route carries bytes [0, 17) of 16"),
         (lambda data: route(data, route_class=99), ""),
         (lambda data: route(data, route_class=-1), ""),
-        (lambda data: route(data, edges=[[-1, 2]]), ""),
+        (lambda data: route(data, edges="-1>2"), ""),
         (lambda data: route(data, start="0"), "cannot be replayed"),
+        (lambda data: route(data, edges=[[0, 2]]), "cannot be replayed"),
+        (lambda data: route(data, edges="0>two"), "'two' is not a number"),
         (lambda data: data.update(routes=None), "cannot be replayed"),
         (lambda data: route(data, rule="whole"), "not the one that was saved"),
         (lambda data: data.update(strategy="point-to-point"), "not the one that was saved"),
         (lambda data: data.update(digest="0" * 64), "the file says 0000000000000000"),
-        (lambda data: data["src"]["holdings"][0].update(ranks=[7, 1]), "rank 0 sends bytes"),
-        (lambda data: data["src"]["tensors"][0].__setitem__(1, [4, 8]), "the source's shape is [4, 8]"),
+        (lambda data: data["src"]["holdings"][0].update(ranks="7,1"), "rank 0 sends bytes"),
+        (lambda data: data["src"]["tensors"][0].update(shape=[4, 8]), "the source's shape is [4, 8]"),
         (lambda data: data.pop("src"), "it has no 'src'"),
     ],
 )

@@ -132,3 +132,10 @@ def test_a_size_is_read_into_bytes_and_a_wrong_one_is_a_wrong_question():
     wrong = CliRunner().invoke(verb, ["--staging", "many"])
     assert wrong.exit_code == 2
     assert "'many' is not a size" in wrong.stderr
+
+
+def test_a_misspelt_verb_is_answered_with_the_nearest(run):
+    result = run("explian")
+    assert result.exit_code == 2
+    assert "No such command 'explian'. Is 'explain' meant?" in result.stderr
+    assert "No such command 'zzz'." in run("zzz").stderr

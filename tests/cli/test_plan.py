@@ -104,6 +104,17 @@ def test_a_plan_on_stdout_stands_there_alone_and_can_be_read_from_stdin():
     assert again.stdout == run(*ROWS_TO_COLUMNS).stdout
 
 
+def test_a_saved_plan_says_a_tensor_and_a_route_a_line(tmp_path):
+    saved = tmp_path / "plan.json"
+    sides = ("--source", "ep4 pp2", "--destination", "tp2 dp4")
+    run("--model", "qwen3-30b-a3b", *sides, "--cluster", "dgx-h100", "-o", saved)
+    lines = saved.read_text("utf-8").splitlines()
+    assert '{"name": "lm_head.weight", "shape": [151936, 2048], "dtype": "bfloat16", "held": [[[0]]]},' in lines
+    assert '["24..47", "0..31", [8]],' in lines  # these experts of these layers
+    assert '[0, 0, 905969664, "striped", "0>8+2..6/2"],' in lines
+    assert len(lines) < 1000
+
+
 def test_a_saved_plan_is_planned_again_only_for_another_strategy(tmp_path):
     saved = tmp_path / "plan.json"
     run(*ROWS_TO_COLUMNS, "-o", saved)
@@ -460,6 +471,7 @@ def bytes_in(path, content):
     [
         ("xp4", "'xp' is not an axis of a model in a vLLM-like engine. Known: dp, pp, tp, ep, etp."),
         ("cp2", "'cp' is not an axis of a model in a vLLM-like engine"),
+        ("fdsp2", "Known: dp, pp, tp, ep, etp. Is 'fsdp' meant?"),
         ("ep4", "has no experts, so nothing is spread by ep"),
         ("tp=2 [tp]", "leave the brackets out"),
         ("tp2 tp2", "gives an axis twice"),

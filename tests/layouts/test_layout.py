@@ -136,7 +136,13 @@ def test_blocks_are_cut_only_at_their_edges():
             "'w': dim 0 has 6 rows and mesh axis 'b' (size 4) splits it, but the rule 'even' needs 6 to be divisible "
             "by 4. Use the rule 'ceil' or 'balanced', or another 'b' size.",
         ),
-        ((4,), Mesh({"tp": 2}), ("pp",), {}, "'w': the placement names axis 'pp'; the mesh has ('tp',)."),
+        (
+            (4,),
+            Mesh({"tp": 2}),
+            ("pp",),
+            {},
+            "'w': the placement names axis 'pp'; the mesh has ('tp',). Name one of these, or give the mesh that axis.",
+        ),
         (
             (4, 4),
             Mesh({"tp": 2}),

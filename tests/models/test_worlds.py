@@ -270,7 +270,7 @@ def test_fsdp_with_expert_parallelism_has_whole_experts_or_rows_of_each(fsdp):
         (DENSE, "megatron", {"tp": 3}, "it has 2 KV heads and tp is 3. Use a tp that divides or is a multiple of 2"),
         (DENSE, "vllm", {"tp": 16}, "it has 8 query heads and tp is 16"),
         (HYBRID, "vllm", {"tp": 8}, "it has 4 state-space groups and tp is 8"),
-        (DENSE | {"vocab_size": 304}, "vllm", {"tp": 3}, "filled up to 320, which tp 3 does not divide"),
+        (DENSE | {"vocab_size": 304}, "vllm", {"tp": 3}, "filled up to 320, is not a multiple of tp 3"),
         (MOE, "vllm", {"tp": 1, "ep": 1, "etp": 16}, "it has 8 rows and tp is 16"),
     ],
 )

@@ -17,6 +17,7 @@ from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
 from reshard.layouts.piece import Piece, TensorSpec
+from reshard.plan.match import nearest
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 from reshard.testing.strategies import cases
 
@@ -208,7 +209,7 @@ def test_a_plan_survives_json(case, strategy):
 
 
 def test_what_is_not_a_plan_is_refused():
-    with pytest.raises(PlanError, match="its format is 'reshard-manifest-1', not 'reshard-plan-1'"):
+    with pytest.raises(PlanError, match="its format is 'reshard-manifest-1', not 'reshard-plan-2'"):
         Plan.from_json(Manifest.from_layouts({"w": ROWS}).to_json())
 
 
@@ -269,8 +270,13 @@ def test_a_missing_name_is_shown_with_the_nearest_ones():
         plan_refit(src, dst)
 
 
+def test_of_names_that_differ_in_numbers_the_one_with_the_same_numbers_is_the_nearest():
+    known = [f"layers.{at}.{name}.weight" for at in range(9000) for name in ("q_proj", "gate_proj")]
+    assert nearest("layers.8000.qproj.weight", known).startswith("Nearest source names: 'layers.8000.q_proj.weight'")
+
+
 def test_a_name_like_no_other_is_shown_with_their_number():
-    with pytest.raises(ManifestError, match=r"which no source rank holds\. The source has 1 tensors\."):
+    with pytest.raises(ManifestError, match=r"which no source rank holds\. The source has 1 tensor\."):
         plan_refit(manifest("trainer", w=((4,), "int8")), manifest("engine", zzzzzz=((4,), "int8")))
 
 

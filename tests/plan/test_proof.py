@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 
 import pytest
@@ -227,13 +228,22 @@ def test_a_class_that_does_not_consist_of_its_cells_is_caught():
 
 
 def leaves(data, at=()):
-    """The path of every number in a nested list or dict."""
+    """The path of every number in a nested list or dict, and of every text with numbers in it (ranks, edges)."""
     items = data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ()
     for key, value in items:
-        if isinstance(value, int) and not isinstance(value, bool):
+        is_text = isinstance(value, str) and re.fullmatch(r"[-0-9>.,+/ ]*[0-9][-0-9>.,+/ ]*", value)
+        if is_text or (isinstance(value, int) and not isinstance(value, bool)):
             yield (*at, key)
         else:
             yield from leaves(value, (*at, key))
+
+
+def moved(value, by, dice):
+    """The number, or one of the numbers in the text, with ``by`` added."""
+    if isinstance(value, int):
+        return value + by
+    number = dice.choice(list(re.finditer("[0-9]+", value)))
+    return f"{value[: number.start()]}{int(number[0]) + by}{value[number.end() :]}"
 
 
 @settings(max_examples=200)
@@ -245,7 +255,7 @@ def test_a_changed_number_in_a_saved_plan_shows_in_its_proof_or_its_digest(case,
     inner = saved
     for key in path[:-1]:
         inner = inner[key]
-    inner[path[-1]] += dice.choice((-1, 1, 7))
+    inner[path[-1]] = moved(inner[path[-1]], dice.choice((-1, 1, 7)), dice)
     try:
         plan = Plan.from_json(saved)
         plan.proof()

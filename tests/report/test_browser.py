@@ -162,6 +162,27 @@ def test_without_scripts_all_but_the_additions_is_there(opened):
     assert not page.locator("#search").is_visible()
 
 
+@pytest.mark.parametrize("scripts", [True, False])
+@pytest.mark.parametrize("name", ["small", "large"])
+def test_a_small_screen_shows_all_that_the_table_says_of_a_tensor(opened, name, scripts):
+    page = opened(name, 360, color_scheme="dark", java_script_enabled=scripts)
+    row = page.locator(".families tbody tr").first
+    for cell in row.locator("th, td").all():
+        box = cell.bounding_box()
+        assert box["x"] >= 0
+        assert box["x"] + box["width"] <= 360
+    assert page.locator(".families thead").is_visible() == scripts  # its heads sort
+
+
+def test_a_printed_page_is_as_wide_as_the_paper(opened):
+    page = opened("large", 700)
+    page.emulate_media(media="print")
+    for cell in page.locator(".families tbody tr").first.locator("th, td.number").all():
+        assert cell.bounding_box()["x"] + cell.bounding_box()["width"] <= 700
+    has, wants = (page.locator(f"#tensor-0 .tensor.{side}").bounding_box() for side in ("source", "destination"))
+    assert has["y"] == wants["y"], "both layouts side by side"
+
+
 def test_print_opens_every_tensor_and_is_light(opened):
     page = opened("small", color_scheme="dark")
     page.locator("details.figure summary").first.click()

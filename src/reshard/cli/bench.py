@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 from rich.console import Console
@@ -11,14 +12,36 @@ from rich.table import Table
 
 from reshard.bench import RATIOS, SCENARIOS, TRANSPORTS
 from reshard.bench.cluster_scenarios import SCENARIO_NAMES
-from reshard.cli.output import emit_json, json_option, size, stderr_console, write_text
+from reshard.cli.output import emit_json, json_in_lines, json_option, size, stderr_console, write_text
 from reshard.errors import VerifyError
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.schedule.trace import Trace
+
+Verb = TypeVar("Verb", bound="Callable[..., Any]")
+
+
+def _several(name: str, choices: Sequence[str], what: str) -> Callable[[Verb], Verb]:
+    """An option that may be given more than once, and stands for all choices where it is not given."""
+    text = f"{what}; may be given more than once. All if not given."
+    return click.option(f"--{name}", f"{name}s", multiple=True, type=click.Choice(choices), help=text)
+
+
+def _repeat(default: int) -> Callable[[Verb], Verb]:
+    text = "Measured runs of each operation."
+    return click.option("--repeat", default=default, show_default=True, type=click.IntRange(1), help=text)
+
+
+@contextmanager
+def _wrong_bytes_exit_1(ctx: click.Context) -> Iterator[None]:
+    try:
+        yield
+    except VerifyError as error:
+        click.echo(f"{type(error).__name__}: {error}", err=True)
+        ctx.exit(1)
 
 
 @click.group()
@@ -27,21 +50,9 @@ def bench() -> None:
 
 
 @bench.command(epilog="Example: reshard bench local --scenario tp4 --size 1024 --repeat 3")
-@click.option(
-    "--scenario",
-    "scenarios",
-    multiple=True,
-    type=click.Choice(SCENARIOS),
-    help="What to measure; may be given more than once. Everything if not given.",
-)
-@click.option(
-    "--transport",
-    "transports",
-    multiple=True,
-    type=click.Choice(TRANSPORTS),
-    help="How refits move bytes; may be given more than once. Both if not given.",
-)
-@click.option("--repeat", default=7, show_default=True, type=click.IntRange(1), help="Measured runs of each operation.")
+@_several("scenario", SCENARIOS, "What to measure")
+@_several("transport", TRANSPORTS, "How refits move bytes")
+@_repeat(7)
 @click.option(
     "--size", default=8192, show_default=True, type=click.IntRange(8), help="The tensor is bf16 [size, size]."
 )
@@ -77,7 +88,7 @@ def local(
     from reshard.bench.local import run_local
 
     kept: list[tuple[Trace, dict[str, Any]]] = []
-    try:
+    with _wrong_bytes_exit_1(ctx):
         report = run_local(
             scenarios=scenarios or SCENARIOS,
             transports=transports or TRANSPORTS,
@@ -87,13 +98,10 @@ def local(
             progress=stderr_console().print,
             keep_trace=None if (trace_file, plan_file) == (None, None) else lambda *made: kept.append(made),
         )
-    except VerifyError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
-        ctx.exit(1)
     for trace, plan in kept:
-        for data, path in ((trace.to_json(), trace_file), (plan, plan_file)):
+        for text, path in ((json.dumps(trace.to_json()), trace_file), (json_in_lines(plan), plan_file)):
             if path is not None:
-                write_text(json.dumps(data) + "\n", path)
+                write_text(text + "\n", path)
     if as_json:
         emit_json(report)
     else:
@@ -148,16 +156,10 @@ def _operations(scenario: Mapping[str, Any]) -> Table:
 
 
 @bench.command(epilog="Example: reshard bench cluster --scenario one-host --rate 2Gbit --nbytes 64MiB")
-@click.option(
-    "--scenario",
-    "scenarios",
-    multiple=True,
-    type=click.Choice(SCENARIO_NAMES),
-    help="What to measure; may be given more than once. Everything if not given.",
-)
+@_several("scenario", SCENARIO_NAMES, "What to measure")
 @click.option("--rate", default="2Gbit", show_default=True, help="Of every host's link, in each direction.")
 @click.option("--nbytes", default="512MiB", show_default=True, type=size, help="Bytes of all tensors together.")
-@click.option("--repeat", default=3, show_default=True, type=click.IntRange(1), help="Measured runs of each operation.")
+@_repeat(3)
 @json_option
 @click.pass_context
 def cluster(ctx: click.Context, scenarios: tuple[str, ...], rate: str, nbytes: int, repeat: int, as_json: bool) -> None:
@@ -170,7 +172,7 @@ def cluster(ctx: click.Context, scenarios: tuple[str, ...], rate: str, nbytes: i
     from reshard.bench.cluster import run_cluster
     from reshard.bench.cluster_text import render
 
-    try:
+    with _wrong_bytes_exit_1(ctx):
         report = run_cluster(
             scenarios=scenarios or SCENARIO_NAMES,
             rate=rate,
@@ -178,9 +180,6 @@ def cluster(ctx: click.Context, scenarios: tuple[str, ...], rate: str, nbytes: i
             repeat=repeat,
             progress=stderr_console().print,
         )
-    except VerifyError as error:
-        click.echo(f"{type(error).__name__}: {error}", err=True)
-        ctx.exit(1)
     if as_json:
         emit_json(report)
     else:

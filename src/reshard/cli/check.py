@@ -10,7 +10,7 @@ import click
 from reshard.cli.output import emit_json, json_option
 from reshard.cli.problem import MALFORMED, plan_of, problem_options, read_json, read_problem
 from reshard.errors import ManifestError, PlanError, ProofError, ReshardError
-from reshard.plan.plan import PLAN_FORMAT, STRATEGIES
+from reshard.plan.plan import FIRST_FORMAT, PLAN_FORMAT, STRATEGIES
 from reshard.version import __version__
 
 if TYPE_CHECKING:
@@ -63,8 +63,11 @@ def prove_saved(file: str) -> tuple[Plan, Proof]:
         ProofError: It is one, but it does not deliver every wanted byte exactly once, or was changed since.
     """
     data = read_json(file)
-    if not isinstance(data, dict) or data.get("format") != PLAN_FORMAT:
-        raise PlanError(f"{file} is not a saved plan of the format {PLAN_FORMAT!r}. 'reshard plan -o FILE' saves one.")
+    if not isinstance(data, dict) or data.get("format") not in (PLAN_FORMAT, FIRST_FORMAT):
+        raise PlanError(
+            f"{file} is not a saved plan of the format {PLAN_FORMAT!r} or {FIRST_FORMAT!r}. 'reshard plan -o FILE' "
+            f"saves one."
+        )
     try:
         plan = plan_of(data, file)
         proof = plan.proof()

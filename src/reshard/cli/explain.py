@@ -10,7 +10,8 @@ from reshard.cli.output import emit_json, json_option
 from reshard.cli.problem import problem_options, read_problem
 from reshard.errors import ConfigError
 from reshard.plan.plan import STRATEGIES
-from reshard.report.text import describe_rank, describe_tensor, explain_rank, explain_transfers
+from reshard.report.explained import describe_tensor, explain_transfers
+from reshard.report.rank_part import describe_rank, explain_rank
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan

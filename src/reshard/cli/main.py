@@ -6,6 +6,7 @@ wrong. A verb lives in ``reshard.cli.<verb>`` as the click command named like it
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import traceback
@@ -51,6 +52,16 @@ class VerbGroup(click.Group):
         if not isinstance(command, click.Command):
             raise TypeError(f"reshard.cli.{cmd_name} has no click command named {cmd_name!r}, but {command!r}")
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the verb that is asked for; one that is misspelt is answered with the nearest."""
+        verbs = self.list_commands(ctx)
+        close = [] if args[0] in verbs else difflib.get_close_matches(args[0], verbs, n=1)
+        if close:
+            ctx.fail(f"No such command {args[0]!r}. Is {close[0]!r} meant?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of verbs without importing any."""

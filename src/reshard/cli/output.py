@@ -43,6 +43,31 @@ def emit_json(value: object) -> None:
     click.echo(json.dumps(value, sort_keys=True, ensure_ascii=False, allow_nan=False))
 
 
+def json_in_lines(value: object, *, width: int = 120) -> str:
+    """JSON with a line for each row of a table: files that can be read, searched and compared by line.
+
+    What fits into the width stands on one line, and so does a list that is not a list of lists.
+
+    >>> print(json_in_lines({"name": "a", "rows": [[1, 2, 3], [4, 5, 6]]}, width=20))
+    {
+    "name": "a",
+    "rows": [
+    [1, 2, 3],
+    [4, 5, 6]
+    ]
+    }
+    """
+    text = json.dumps(value, ensure_ascii=False)
+    if len(text) <= width or not isinstance(value, (dict, list)):
+        return text
+    if isinstance(value, list) and sum(isinstance(row, (dict, list)) for row in value) < 2:
+        return text
+    if isinstance(value, dict):
+        rows = [f"{json.dumps(key, ensure_ascii=False)}: {json_in_lines(value[key], width=width)}" for key in value]
+        return "{\n" + ",\n".join(rows) + "\n}"
+    return "[\n" + ",\n".join(json_in_lines(row, width=width) for row in value) + "\n]"
+
+
 def stderr_console() -> Console:
     """Give a rich console for progress and remarks: on stderr, without colour where NO_COLOR is set."""
     return Console(stderr=True, highlight=False)

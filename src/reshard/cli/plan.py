@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import time
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.cli.output import emit_json, json_option, size, write_text
+from reshard.cli.output import emit_json, json_in_lines, json_option, size, write_text
 from reshard.cli.problem import problem_options, read_problem
 from reshard.errors import ProofError
 from reshard.plan.plan import STRATEGIES
-from reshard.report.text import compare_strategies, describe_plan, total
+from reshard.report.totals import compare_strategies, describe_plan, total
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.units import format_nbytes, format_seconds
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
     from reshard.cli.problem import Problem
     from reshard.plan.plan import Plan
     from reshard.plan.proof import Proof
-    from reshard.report.text import Totals
+    from reshard.report.totals import Totals
 
 EXIT_NO = 1
 
@@ -120,5 +119,4 @@ _OF_THE_FIRST = ("bound_seconds", "busiest_of_bound", "rounds_of_bound", "crossi
 
 
 def _write(made: Plan, output: str) -> None:
-    text = json.dumps(made.to_json(), sort_keys=True, ensure_ascii=False) + "\n"
-    write_text(text, output)
+    write_text(json_in_lines(made.to_json()) + "\n", output)

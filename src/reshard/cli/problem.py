@@ -95,8 +95,8 @@ _OPTIONS = (
     click.option(
         "--cluster",
         metavar="CLUSTER",
-        help="What joins the ranks: dgx-h100, gb200-nvl72, hosts such as '0-1 / 2-5 @ 2Gbit', or a topology file.  "
-        "[default: one host]",
+        help="What joins the ranks: dgx-h100, gb200-nvl72, 'dgx-h100 spine=2' (oversubscribed), hosts such as "
+        "'0-1 / 2-5 @ 2Gbit', or a topology file.  [default: one host]",
         shell_complete=complete_cluster,
     ),
     click.option("--plan", "saved", metavar="FILE", help="A saved plan instead."),
@@ -110,58 +110,64 @@ def problem_options(verb: Verb) -> Verb:
     return verb
 
 
-def read_problem(
-    *,
-    source: str | None,
-    destinations: tuple[str, ...],
-    shape: str | None,
-    dtype: str | None,
-    rule: str | None,
-    model: str | None,
-    same_ranks: bool,
-    cluster: str | None,
-    saved: str | None,
-) -> Problem:
+@dataclass(frozen=True, slots=True)
+class Question:
+    """The values of ``problem_options``, as the caller gave them."""
+
+    source: str | None
+    destinations: tuple[str, ...]
+    shape: str | None
+    dtype: str | None
+    rule: str | None
+    model: str | None
+    same_ranks: bool
+    cluster: str | None
+    saved: str | None
+
+    def refuse_mixed(self) -> None:
+        """Raise click.UsageError where options do not go together."""
+        sides = (self.source, self.destinations, self.shape, self.dtype, self.rule, self.model, self.same_ranks)
+        if self.saved is not None and any(sides):
+            raise click.UsageError("--plan already says what both sides hold; leave the other options out.")
+        if self.shape is not None and self.model is not None:
+            raise click.UsageError("--shape is one tensor and --model many; give one of them.")
+        if self.shape is None and (self.dtype or self.rule):
+            raise click.UsageError("--dtype and --rule describe the tensor of --shape; give that too.")
+        if [self.source, *self.destinations, self.saved].count("-") > 1:
+            raise click.UsageError("Stdin ('-') can be read once.")
+
+
+def read_problem(**options: Any) -> Problem:
     """Read what is to be planned from the values of ``problem_options``.
 
     Raises:
         click.UsageError: Options that do not go together, or too few.
         ReshardError: A file or a shorthand that does not say what it should.
     """
-    _refuse_mixed(source, destinations, shape, dtype, rule, model, same_ranks, saved)
-    if saved is not None and cluster is None:
-        plan = read_plan(saved)
-        return Problem(plan.src, plan.dst, plan)
-    if saved is not None:
-        plan = read_plan(saved)
-        return Problem(plan.src, plan.dst, None, (), cluster)
-    asked = _read_sides(source, destinations, shape, dtype, rule, model, same_ranks)
-    return replace(asked, cluster=cluster)
+    question = Question(**options)
+    question.refuse_mixed()
+    if question.saved is None:
+        return replace(_read_sides(question), cluster=question.cluster)
+    plan = read_plan(question.saved)
+    return Problem(plan.src, plan.dst, plan if question.cluster is None else None, (), question.cluster)
 
 
-def _read_sides(
-    source: str | None,
-    destinations: tuple[str, ...],
-    shape: str | None,
-    dtype: str | None,
-    rule: str | None,
-    model: str | None,
-    same_ranks: bool,
-) -> Problem:
-    if source is None or not destinations:
+def _read_sides(question: Question) -> Problem:
+    if question.source is None or not question.destinations:
         raise click.UsageError(FORMS)
-    if shape is None and model is None:
-        return _from_files(source, destinations, same_ranks)
-    worlds = [WorldText.parse(text) for text in (source, *destinations)]
-    if shape is not None:
-        size, name, split = parse_shape(shape), dtype or "bfloat16", cast("Split", rule or "ceil")
-        firsts = number_worlds(worlds, [world.size for world in worlds], same_ranks=same_ranks)
-        sides = [
-            one_tensor(world, world.mesh(first), size, name, split) for world, first in zip(worlds, firsts, strict=True)
-        ]
-        return Problem(sides[0], tuple(sides[1:]))
-    assert model is not None
-    return _whole_model(worlds, model, same_ranks)
+    if question.shape is None and question.model is None:
+        return _from_files(question.source, question.destinations, question.same_ranks)
+    worlds = [WorldText.parse(text) for text in (question.source, *question.destinations)]
+    if question.model is not None:
+        return _whole_model(worlds, question.model, question.same_ranks)
+    assert question.shape is not None
+    shape, dtype = parse_shape(question.shape), question.dtype or "bfloat16"
+    split = cast("Split", question.rule or "ceil")
+    firsts = number_worlds(worlds, [world.size for world in worlds], same_ranks=question.same_ranks)
+    sides = [
+        one_tensor(world, world.mesh(first), shape, dtype, split) for world, first in zip(worlds, firsts, strict=True)
+    ]
+    return Problem(sides[0], tuple(sides[1:]))
 
 
 def _whole_model(worlds: list[WorldText], name: str, same_ranks: bool) -> Problem:
@@ -179,26 +185,6 @@ def _whole_model(worlds: list[WorldText], name: str, same_ranks: bool) -> Proble
     if model.heads is None and any(side.tp > 1 for side in spread):
         remarks.append(f"No config.json beside {name}: tp cuts q, k and v into equal rows, wherever their heads begin.")
     return Problem(sides[0], tuple(sides[1:]), None, tuple(remarks))
-
-
-def _refuse_mixed(
-    source: str | None,
-    destinations: tuple[str, ...],
-    shape: str | None,
-    dtype: str | None,
-    rule: str | None,
-    model: str | None,
-    same_ranks: bool,
-    saved: str | None,
-) -> None:
-    if saved is not None and (source or destinations or shape or dtype or rule or model or same_ranks):
-        raise click.UsageError("--plan already says what both sides hold; leave the other options out.")
-    if shape is not None and model is not None:
-        raise click.UsageError("--shape is one tensor and --model many; give one of them.")
-    if shape is None and (dtype or rule):
-        raise click.UsageError("--dtype and --rule describe the tensor of --shape; give that too.")
-    if [source, *destinations, saved].count("-") > 1:
-        raise click.UsageError("Stdin ('-') can be read once.")
 
 
 def _from_files(source: str, destinations: tuple[str, ...], same_ranks: bool) -> Problem:

@@ -94,7 +94,10 @@ class Layout:
         used = [axis_of(step) for steps in self.placement for step in steps]
         unknown = sorted(set(used) - set(self.mesh.names))
         if unknown:
-            raise LayoutError(f"{name!r}: the placement names axis {unknown[0]!r}; the mesh has {self.mesh.names}.")
+            raise LayoutError(
+                f"{name!r}: the placement names axis {unknown[0]!r}; the mesh has {self.mesh.names}. "
+                f"Name one of these, or give the mesh that axis."
+            )
         if len(set(used)) != len(used):
             twice = sorted(axis for axis in set(used) if used.count(axis) > 1)
             raise LayoutError(f"{name!r}: mesh axis {twice[0]!r} splits more than one dim; an axis splits one dim.")

@@ -183,9 +183,9 @@ def _vocabulary(spec: TensorSpec, tp: int, style: Style) -> Cut:
     multiple = VOCABULARY_MULTIPLE[style] * (tp if style == "megatron" else 1)
     filled = -(-rows // multiple) * multiple
     if filled % tp:
+        what = f"{rows}" if filled == rows else f"{rows}, filled up to {filled},"
         raise LayoutError(
-            f"{spec.name!r}: the vocabulary of {rows} is filled up to {filled}, which tp {tp} does not divide. "
-            f"Take a tp that divides it.",
+            f"{spec.name!r}: the vocabulary of {what} is not a multiple of tp {tp}. Take a tp that divides {filled}.",
             tensor=spec.name,
         )
     if filled == rows:

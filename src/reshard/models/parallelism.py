@@ -14,6 +14,7 @@ copies.
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Literal, cast
@@ -96,11 +97,14 @@ class Parallelism:
         Raises:
             ConfigError: An axis that the style lacks, or sizes that do not go together.
         """
-        unknown = [name for name in sizes if name not in AXES[style]]
-        if unknown:
+        unknown = next((name for name in sizes if name not in AXES[style]), None)
+        if unknown is not None:
+            everywhere = dict.fromkeys(name for names in AXES.values() for name in names)
+            close = [] if unknown in everywhere else difflib.get_close_matches(unknown, everywhere, n=1, cutoff=0.7)
+            meant = f" Is {close[0]!r} meant?" if close else ""
             raise ConfigError(
-                f"{unknown[0]!r} is not an axis of a model in {_KINDS[style]}. Known: {', '.join(AXES[style])}.",
-                value=unknown[0],
+                f"{unknown!r} is not an axis of a model in {_KINDS[style]}. Known: {', '.join(AXES[style])}.{meant}",
+                value=unknown,
             )
         if "hsdp" in sizes and "dp" in sizes:
             raise ConfigError("hsdp and dp both count copies; give one of them.")

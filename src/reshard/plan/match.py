@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.errors import ManifestError
 from reshard.layouts.holding import HERE, Holding
+from reshard.units import count
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from reshard.layouts.manifest import Manifest
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.classes import Holdings
+
+
+_NUMBER = re.compile("[0-9]+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +101,24 @@ def check_match(src: Manifest, dst: Sequence[Manifest]) -> None:
         raise ManifestError("\n".join(shown), faults=tuple(faults), missing=tuple(missing))
 
 
-def nearest(name: str, known: Mapping[str, object] | Sequence[str]) -> str:
-    """A sentence with up to three known names that look like ``name``."""
-    close = difflib.get_close_matches(name, list(known)[:5000], n=3, cutoff=0.5)
-    return f"Nearest source names: {', '.join(map(repr, close))}." if close else f"The source has {len(known)} tensors."
+def nearest(name: str, known: Iterable[str]) -> str:
+    """A sentence with up to three known names that look like ``name``.
+
+    Names that differ in numbers only are compared as one, so that it is quick among many; of these the one with the
+    same numbers is shown.
+    """
+    kinds: dict[str, list[str]] = {}
+    for other in known:
+        kinds.setdefault(_NUMBER.sub("#", other), []).append(other)
+    numbers = _NUMBER.findall(name)
+
+    def likeness(other: str) -> int:
+        return sum(a == b for a, b in zip(numbers, _NUMBER.findall(other), strict=False))
+
+    close = difflib.get_close_matches(_NUMBER.sub("#", name), kinds, n=3, cutoff=0.5)
+    if close:
+        return f"Nearest source names: {', '.join(repr(max(kinds[kind], key=likeness)) for kind in close)}."
+    return f"The source has {count(sum(map(len, kinds.values())), 'tensor')}."
 
 
 def line_up(

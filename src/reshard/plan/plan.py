@@ -22,7 +22,9 @@ from reshard.plan.classes import Pattern, RouteClass, make_classes, make_pattern
 from reshard.plan.match import World, check_match, check_merged, line_up, nearest, place_worlds
 from reshard.plan.proof import Proof, prove
 from reshard.plan.routes import Route, choose_routes
+from reshard.plan.saved import manifest_from_json, manifest_to_json, route_from_json, route_to_json
 from reshard.plan.strings import ByteString, ClassString, Item
+from reshard.plan.transfer import RankPlan, Transfer
 from reshard.topology.topology import ONE_HOST, Topology
 from reshard.units import count, format_nbytes, format_seconds, parse_nbytes
 from reshard.version import __version__
@@ -32,33 +34,14 @@ if TYPE_CHECKING:
 
     from reshard.layouts.box import Box
     from reshard.layouts.piece import TensorSpec
+    from reshard.plan.saved import SpecFacts
 
 Strategy = Literal["reshard", "point-to-point", "gather-broadcast"]
 STRATEGIES: tuple[Strategy, ...] = ("reshard", "point-to-point", "gather-broadcast")
 
-PLAN_FORMAT = "reshard-plan-1"
-
-
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """A box of a tensor with its sender and receiver, in the plan's ranks."""
-
-    name: str
-    box: Box
-    src: int
-    dst: int
-    rule: str
-    nbytes: int
-
-
-@dataclass(frozen=True)
-class RankPlan:
-    """What one rank does: (peer, tensor index, box) to send and to receive, and the boxes it copies to itself."""
-
-    rank: int
-    sends: tuple[tuple[int, int, Box], ...]
-    receives: tuple[tuple[int, int, Box], ...]
-    copies: tuple[tuple[int, Box], ...]
+PLAN_FORMAT = "reshard-plan-2"
+FIRST_FORMAT = "reshard-plan-1"
+"""The format before: manifests as they are published, and edges one by one. It is what digests are taken of, still."""
 
 
 @dataclass(frozen=True)
@@ -109,14 +92,14 @@ class Plan:
 
     def _identity(self) -> dict[str, Any]:
         return {
-            "format": PLAN_FORMAT,
+            "format": FIRST_FORMAT,
             "version": __version__,
             "src": self.src.digest,
             "dst": [manifest.digest for manifest in self.dst],
             "topology": self.topology.to_json(),
             "strategy": self.strategy,
             "cut_nbytes": self.cut_nbytes,
-            "routes": [_route_to_json(route) for route in self.routes],
+            "routes": [_route_in_digest(route) for route in self.routes],
         }
 
     def proof(self) -> Proof:
@@ -276,12 +259,17 @@ class Plan:
     # -- JSON ------------------------------------------------------------------------------------------------------
 
     def to_json(self) -> dict[str, Any]:
-        """Manifests, options and routes; ``from_json`` reads it back to an equal plan."""
+        """Manifests, options and routes (``saved``); ``from_json`` reads it back to an equal plan."""
         return {
-            **self._identity(),
+            "format": PLAN_FORMAT,
+            "version": __version__,
             "digest": self.digest,
-            "src": self.src.to_json(),
-            "dst": [manifest.to_json() for manifest in self.dst],
+            "strategy": self.strategy,
+            "cut_nbytes": self.cut_nbytes,
+            "topology": self.topology.to_json(),
+            "src": manifest_to_json(self.src),
+            "dst": [manifest_to_json(manifest) for manifest in self.dst],
+            "routes": [route_to_json(route) for route in self.routes],
         }
 
     @classmethod
@@ -289,18 +277,28 @@ class Plan:
         """Read a saved plan. Its routes are taken as they are: ``proof`` says whether they are right.
 
         Raises:
-            PlanError: The data is not a plan of this format.
+            PlanError: The data is not a plan of this format, or of the one before.
         """
-        if data.get("format") != PLAN_FORMAT:
-            raise PlanError(f"This is not a saved plan: its format is {data.get('format')!r}, not {PLAN_FORMAT!r}.")
-        plan = plan_refit(
-            Manifest.from_json(data["src"]),
-            [Manifest.from_json(manifest) for manifest in data["dst"]],
+        if data.get("format") not in (PLAN_FORMAT, FIRST_FORMAT):
+            raise PlanError(
+                f"This is not a saved plan: its format is {data.get('format')!r}, not {PLAN_FORMAT!r} or "
+                f"{FIRST_FORMAT!r}. A plan that a newer reshard saved is read by that one."
+            )
+        is_first = data["format"] == FIRST_FORMAT
+        specs: dict[SpecFacts, TensorSpec] = {}
+
+        def side(row: Mapping[str, Any]) -> Manifest:
+            return Manifest.from_json(row) if is_first else manifest_from_json(row, specs)
+
+        plan = _without_routes(
+            side(data["src"]),
+            [side(row) for row in data["dst"]],
             Topology.from_json(data["topology"]),
-            strategy=data["strategy"],
-            cut_nbytes=data["cut_nbytes"],
+            data["strategy"],
+            data["cut_nbytes"],
         )
-        return replace(plan, routes=tuple(_route_from_json(row) for row in data["routes"]))
+        read = _route_from_first_format if is_first else route_from_json
+        return replace(plan, routes=tuple(map(read, data["routes"])))
 
 
 def plan_refit(
@@ -336,36 +334,35 @@ def plan_refit(
     Source: classes of replica sets and exact flow as in "On Optimizing the Communication of Model Parallelism"
     (arXiv 2211.05322) and COSTA (arXiv 2106.06601), with cut points in place of a search.
     """
+    source, destinations = _as_manifests(src, dst)
+    plan = _without_routes(source, destinations, topology or ONE_HOST, strategy, parse_nbytes(cut_nbytes))
+    routes = choose_routes(
+        plan.classes,
+        plan.patterns,
+        plan.specs,
+        cut_nbytes=plan.cut_nbytes,
+        topology=plan.topology,
+        strategy=plan.strategy,
+    )
+    return replace(plan, routes=routes)
+
+
+def _without_routes(src: Manifest, dst: Sequence[Manifest], topology: Topology, strategy: str, cut_nbytes: int) -> Plan:
+    """A plan whose classes are known and whose routes are not."""
     if strategy not in STRATEGIES:
         raise PlanError(f"Strategy {strategy!r} is unknown; use one of {', '.join(STRATEGIES)}.")
-    source, destinations = _as_manifests(src, dst)
-    for manifest in (source, *destinations):
+    for manifest in (src, *dst):
         check_merged(manifest)
-    check_match(source, destinations)
-    worlds = place_worlds(source, destinations)
-    first = {world.name: world.first for world in worlds}
-    specs, held, wanted = line_up(source, destinations, first)
+    check_match(src, dst)
+    worlds = place_worlds(src, dst)
+    specs, held, wanted = line_up(src, dst, {world.name: world.first for world in worlds})
 
     def rank_name(rank: int) -> str:
         return _rank_name(worlds, rank)
 
     patterns = make_patterns(specs, held, wanted, rank_name)
     classes = make_classes(patterns, whole=strategy == "gather-broadcast")
-    least = parse_nbytes(cut_nbytes)
-    return Plan(
-        src=source,
-        dst=tuple(destinations),
-        topology=topology or ONE_HOST,
-        strategy=strategy,
-        cut_nbytes=least,
-        worlds=worlds,
-        specs=specs,
-        patterns=patterns,
-        classes=classes,
-        routes=choose_routes(
-            classes, patterns, specs, cut_nbytes=least, topology=topology or ONE_HOST, strategy=strategy
-        ),
-    )
+    return Plan(src, tuple(dst), topology, strategy, cut_nbytes, worlds, specs, patterns, classes, routes=())
 
 
 def _as_manifests(
@@ -391,11 +388,11 @@ def _total(pairs: Mapping[tuple[int, int], int], end: int) -> dict[int, int]:
     return dict(sorted(totals.items()))
 
 
-def _route_to_json(route: Route) -> list[Any]:
+def _route_in_digest(route: Route) -> list[Any]:
     return [route.route_class, route.start, route.stop, [list(edge) for edge in route.edges], route.rule]
 
 
-def _route_from_json(row: Sequence[Any]) -> Route:
+def _route_from_first_format(row: Sequence[Any]) -> Route:
     return Route(row[0], row[1], row[2], tuple((a, b) for a, b in row[3]), row[4])
 
 

@@ -56,6 +56,9 @@ class PortLoads:
     left_out: int
     """Columns beyond those that are drawn, the least busy."""
 
+    prefix: str = ""
+    """What the names of all spans begin with, and is said once: ``gb200-nvl72/``."""
+
     @property
     def is_named(self) -> bool:
         return len(self.loads) <= MOST_NAMED
@@ -93,8 +96,11 @@ def _of_ports(plan: Plan) -> PortLoads | None:
         )
         loads.append(Load(port.name, out[at], into[at], sends / top, takes / top, title))
     homes = [topology.domains[topology.domain_of(topology.ports[at].ranks[0])].name for at in kept]
-    spans = _spans(homes) if homes != [load.name for load in loads] else ()  # one port a host, called like the host
-    return PortLoads(tuple(loads), spans, "port", bound / top, format_seconds(top), left_out)
+    if homes == [load.name for load in loads]:  # one port a host, called like the host
+        return PortLoads(tuple(loads), (), "port", bound / top, format_seconds(top), left_out)
+    prefix = _common_prefix(homes)
+    spans = _spans([home.removeprefix(prefix) for home in homes])
+    return PortLoads(tuple(loads), spans, "port", bound / top, format_seconds(top), left_out, prefix)
 
 
 def _of_ranks(plan: Plan) -> PortLoads | None:
@@ -118,6 +124,12 @@ def _busiest(columns: Sequence[int], weight: Sequence[float]) -> tuple[list[int]
     """At most as many columns as can be told apart, in their own order."""
     kept = sorted(columns, key=lambda at: (-weight[at], at))[:_MOST_COLUMNS]
     return sorted(kept), len(columns) - len(kept)
+
+
+def _common_prefix(names: Sequence[str]) -> str:
+    """What all names have before their last slash, slash included; nothing where they differ in it or are one."""
+    prefixes = {name[: name.rfind("/") + 1] for name in names}
+    return prefixes.pop() if len(prefixes) == 1 and len(set(names)) > 1 else ""
 
 
 def _spans(homes: Sequence[str]) -> tuple[Span, ...]:
