@@ -44,6 +44,7 @@ REFIT_WITH_TORCH = tuple(
         "connect",
         "fingerprints",
         "group",
+        "handed",
         "landing",
         "loans",
         "room",
@@ -102,12 +103,13 @@ def test_no_import_points_up(file):
     part = name_of(file).split(".")[0]
     assert part in STANDS_ON, f"say in STANDS_ON what {part!r} stands on"
     above = {name for name in own_imports(file) if name.split(".")[0] not in below(part)}
-    # `reshard bench cluster` measures on the hosts that tests use too; that file itself stands on errors alone
+    # `reshard bench cluster` measures on the hosts that tests use too; they themselves stand on errors and units alone
     assert above - ({"testing.hosts"} if part == "bench" else set()) == set()
 
 
-def test_the_hosts_that_the_bench_borrows_from_testing_stand_on_errors_alone():
-    assert own_imports("testing/hosts.py") == {"errors"}
+def test_the_hosts_that_the_bench_borrows_from_testing_stand_on_errors_and_units_alone():
+    files = {f"testing.{name}": own_imports(f"testing/{name}.py") for name in ("hosts", "namespaces", "tasks")}
+    assert set().union(*files.values()) - set(files) == {"errors", "units"}
 
 
 def test_no_modules_import_each_other_in_a_ring():

@@ -1,4 +1,4 @@
-"""Read and print byte counts and durations: ``"512MiB"`` -> 536870912 -> ``"512 MiB"``."""
+"""Read and print byte counts, rates and durations: ``"512MiB"`` -> 536870912 -> ``"512 MiB"``."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from reshard.errors import ConfigError
 _BINARY = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40, "PIB": 2**50}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
 _SIZES = {**_BINARY, **_DECIMAL, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+_BITS_PER_SECOND = {"bit": 1, "kbit": 10**3, "mbit": 10**6, "gbit": 10**9, "tbit": 10**12}
 
 
 def parse_nbytes(text: str | int) -> int:
@@ -32,6 +33,23 @@ def parse_nbytes(text: str | int) -> int:
     if nbytes != int(nbytes):
         raise ConfigError(f"{text!r} is {nbytes} bytes, which is not a whole number of bytes.", value=text)
     return int(nbytes)
+
+
+def parse_rate(text: str) -> int:
+    """Read a link's rate into bits per second.
+
+    Raises:
+        ConfigError: The text is no positive number with a unit.
+
+    >>> parse_rate("2Gbit"), parse_rate("1.5 Mbit/s")
+    (2000000000, 1500000)
+    """
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]+?)(?:/s|ps)?\s*", text)
+    unit = match.group(2).lower() if match else ""
+    bits = round(float(match.group(1)) * _BITS_PER_SECOND.get(unit, 0)) if match else 0
+    if bits < 8:
+        raise ConfigError(f"{text!r} is not a rate. Write a number and a unit, as in '2Gbit' or '500Mbit'.", value=text)
+    return bits
 
 
 def format_nbytes(nbytes: int) -> str:

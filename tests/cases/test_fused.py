@@ -123,18 +123,20 @@ def test_FU_05_parts_of_one_fused_buffer_may_come_in_many_buckets(transport):
     assert same_bits(fused, torch.cat(list(QKV.values())))
 
 
-def test_FU_05_a_part_that_the_source_lacks_is_named_and_the_fused_buffer_stays_as_it_was():
+@pytest.mark.parametrize(("lost", "where"), [("q", "beside 'k'"), ("k", "between 'q' and 'v'"), ("v", "beside 'k'")])
+def test_FU_05_a_part_that_the_source_lacks_is_named_with_the_fused_tensor_which_stays_as_it_was(lost, where):
     fused = torch.full((12, 4), float(POISON))
 
     def declare(rank):
         if rank:
             return None, Manifest.from_views(qkv_views(fused))
-        return Manifest.from_torch({name: part.clone() for name, part in QKV.items() if name != "k"}), None
+        return Manifest.from_torch({name: part.clone() for name, part in QKV.items() if name != lost}), None
 
     for error in refused_refit(2, declare, staging_nbytes=64):
         assert isinstance(error, ManifestError)
-        assert error.missing == ("k",)
-        assert "'k'" in error.message
+        assert error.missing == (lost,)
+        assert f"rank 1 keeps {lost!r} {where} in one buffer, as fused tensors are" in error.message
+        assert error.fused_with == {lost: {"q": ("k",), "k": ("q", "v"), "v": ("k",)}[lost]}
     assert torch.equal(fused, torch.full_like(fused, POISON))
 
 
@@ -182,3 +184,16 @@ def test_FU_06_fused_gate_and_up_become_separate_again(transport):
     for rank, (gate, up) in landed.items():
         assert same_bits(gate, GATE[2 * rank : 2 * rank + 2])
         assert same_bits(up, UP[2 * rank : 2 * rank + 2])
+
+
+def test_FU_05_a_part_in_memory_of_its_own_belongs_to_no_fused_tensor():
+    apart = {name: torch.full(part.shape, float(POISON)) for name, part in QKV.items()}
+
+    def declare(rank):
+        if rank:
+            return None, Manifest.from_torch(apart)
+        return Manifest.from_torch({name: part.clone() for name, part in QKV.items() if name != "k"}), None
+
+    for error in refused_refit(2, declare):
+        assert error.missing == ("k",)
+        assert "fused" not in error.message

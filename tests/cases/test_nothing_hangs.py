@@ -24,6 +24,7 @@ from reshard.errors import RefitTimeout, ReshardError, TransportError
 from reshard.layouts.manifest import Manifest
 from reshard.testing.oracle import check_landed, local_shard
 from reshard.testing.processes import Died
+from reshard.transports.program import Program
 from reshard.transports.shm import ShmTransport
 from reshard.transports.torch_p2p import TorchP2PTransport
 
@@ -34,7 +35,7 @@ SRC, DST = split(SHAPE, [0, 1], ("x",)), split(SHAPE, [2, 3], (None, "x"))
 """Rows to columns: each source sends to each destination, packed, in some dozens of messages."""
 
 
-def refit_once(ctx, group, transport, timeout, *, shared=False, before_run=contextlib.nullcontext):
+def refit_once(ctx, group, transport, timeout, *, shared=False, verify="none", before_run=contextlib.nullcontext):
     """Compile and run the refit; the destination's tensor, or None on a source."""
     source = local_shard(arange(*SHAPE), SRC, ctx.rank) if ctx.rank in SRC.mesh.ranks else None
     target = torch.full(DST.local_shape(ctx.rank), float(POISON)) if ctx.rank in DST.mesh.ranks else None
@@ -48,6 +49,7 @@ def refit_once(ctx, group, transport, timeout, *, shared=False, before_run=conte
         dst=None if target is None else side,
         transport=transport,
         staging_nbytes="1MiB",
+        verify=verify,
         timeout=TIMEOUT,
     )
     with before_run():
@@ -165,6 +167,44 @@ def test_TH_01_a_lender_killed_while_others_read_its_memory_leaves_nobody_waitin
     told = pool.run(_dies_inside, "shm", 0, 1, True, ranks=RANKS, timeout=TIMEOUT.total_seconds() / 2, may_die={0})
     assert isinstance(told[0], Died)
     assert all(told[rank] is None or "rank" in told[rank][2] for rank in (1, 2, 3))
+
+
+def _fails_inside(ctx, transport, victim, kind, when, verify):
+    """The victim's transfer ends in an error of its own, before it has moved a byte or after it has moved all."""
+    group, original = ctx.process_group("first"), Program.run
+
+    def run(self, deadline):
+        if when == "after":
+            original(self, deadline)
+        raise kind("the test says so")
+
+    if ctx.rank == victim:
+        fail = functools.partial(mock.patch.object, Program, "run", run)
+        with pytest.raises(kind, match="the test says so"):
+            refit_once(ctx, group, transport, TIMEOUT, verify=verify, before_run=fail)
+        ctx.store.wait([f"told {rank}" for rank in range(RANKS) if rank != victim], TIMEOUT)  # it lives on meanwhile
+        return None
+    told = what_it_raises(lambda: refit_once(ctx, group, transport, TIMEOUT, verify=verify))
+    ctx.store.set(f"told {ctx.rank}", "yes")
+    return told
+
+
+@pytest.mark.parametrize("kind", [TransportError, RuntimeError])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_TH_01_a_rank_that_fails_in_the_transfer_and_lives_on_leaves_nobody_waiting(pool, transport, victim, kind):
+    told = pool.run(_fails_inside, transport, victim, kind, "before", "none", ranks=RANKS, timeout=50)
+    check_told(told, victim, within=TIMEOUT.total_seconds() / 2)
+
+
+@pytest.mark.parametrize("kind", [TransportError, RuntimeError])
+def test_TH_01_ranks_that_have_all_their_bytes_hear_of_one_that_failed_before_it_said_that_they_are_right(
+    pool, transport, kind
+):
+    told = pool.run(_fails_inside, transport, 3, kind, "after", "fingerprint", ranks=RANKS, timeout=50)
+    for rank in (0, 1, 2):
+        assert told[rank] is not None, "a rank went on as if nothing had happened"
+        assert "ank 3" in told[rank][2]
+        assert told[rank][3] < TIMEOUT.total_seconds() / 2
 
 
 def _stops_inside(ctx, transport, victim, deadline):

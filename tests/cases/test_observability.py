@@ -59,14 +59,14 @@ def test_OB_03_a_model_without_elements_is_refitted_without_a_message(transport)
 @pytest.mark.parametrize("verify", ["sum", "fingerprint"])
 def test_OB_03_bytes_that_reach_one_of_two_replicas_are_an_error_on_every_rank(transport, monkeypatch, verify):
     """The second replica's last copies are lost."""
-    copy_all = mover.copy_all
+    carry_out = mover.carry_out
     landed = {rank: nan(2 * 64)[::2] for rank in (1, 2)}
 
-    def lossy(targets, sources):
+    def lossy(copies):
         if threading.current_thread().name != "rank 2":
-            copy_all(targets, sources)
+            carry_out(copies)
 
-    monkeypatch.setattr(mover, "copy_all", lossy)
+    monkeypatch.setattr(mover, "carry_out", lossy)
 
     def body(ctx):
         side = {"dst": Manifest.from_torch({"w": landed[ctx.rank]})} if ctx.rank else {}

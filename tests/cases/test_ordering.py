@@ -344,15 +344,15 @@ def test_OD_07_a_shared_staging_buffer_waits_for_its_slowest_reader(transport, m
     wide = torch.cat([chunks, chunks * 0 - 1], 1)
     src, dst = split((20, 1), [0], ()), split((20, 1), [1, 2], ())
     sender_done = threading.Event()
-    copy_all = program.copy_all
+    carry_out = program.carry_out
 
-    def late(targets, sources):
+    def late(copies):
         if threading.current_thread().name == "rank 2":
             sender_done.wait(0.005)
-        copy_all(targets, sources)
+        carry_out(copies)
 
     for module in (mover, program):
-        monkeypatch.setattr(module, "copy_all", late)
+        monkeypatch.setattr(module, "carry_out", late)
     apart = {rank: torch.full((20, 2), float(POISON)) for rank in (1, 2)}
 
     def body(ctx):

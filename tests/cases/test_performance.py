@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from tests.cases.dense import arange, lands_right, refit, refused_refit, split
 
@@ -9,6 +10,7 @@ from reshard.errors import ManifestError
 from reshard.layouts.manifest import Manifest
 from reshard.plan.plan import plan_refit
 from reshard.schedule.schedule import plan_schedule
+from reshard.topology.presets import hosts
 
 COLUMNS = ((4096, 64), split((4096, 64), [0, 1, 2, 3], (None, "x")), split((4096, 64), [4, 5], (None, "x")))
 REPLICAS = (
@@ -58,8 +60,12 @@ def test_PC_02_a_replica_that_differs_is_reported():
     assert not landed.any()
 
 
-def test_PC_05_without_a_topology_one_host_is_taken_and_every_replica_is_served(transport):
-    """Two ranks with the weights, three pairs that want them; nodes come later."""
+NODES = ((0, 1), (2, 3, 4, 5), (6, 7))
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_PC_05_one_copy_enters_each_node_where_nodes_are_known_and_every_replica_is_exact(transport, known):
+    """Two ranks with the weights, three pairs that want them: two pairs of one node, and one of another."""
     full, landed = arange(64, 16), {}
 
     def declare(rank):
@@ -69,7 +75,12 @@ def test_PC_05_without_a_topology_one_host_is_taken_and_every_replica_is_served(
         landed[rank] = torch.zeros(32, 16)
         return None, Manifest.from_views([("w", (64, 16), (half.start, 0), landed[rank])])
 
-    told = refit(8, declare, transport=transport)
-    assert told[0][1].plan.topology.name == "one-host"
+    topology = hosts(NODES, port_bytes_per_second=10**9, names=["A", "B", "C"]) if known else None
+    told = refit(8, declare, transport=transport, topology=topology)
+    plan = told[0][1].plan
+    assert plan.topology.name == ("hosts" if known else "one-host")
     assert all(torch.equal(part, full.chunk(2)[rank % 2]) for rank, part in landed.items())
+    node = {rank: at for at, ranks in enumerate(NODES) for rank in ranks}
+    crossing = sum(n for (sender, receiver), n in plan.pair_nbytes().items() if node[sender] != node[receiver])
+    assert crossing == (2 if known else 3) * full.nbytes
     assert sum(report.wire_nbytes for report, _ in told) == 3 * full.nbytes

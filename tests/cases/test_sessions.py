@@ -124,14 +124,14 @@ def test_MF_01_a_trainer_that_was_restarted_is_met_in_a_new_epoch_by_engines_tha
 
 def lose_copies_of(monkeypatch, thread):
     """Let one rank lose what it should write while its name is in the list."""
-    copy_all, broken = program.copy_all, [thread]
+    carry_out, broken = program.carry_out, [thread]
 
-    def lossy(targets, sources):
+    def lossy(copies):
         if threading.current_thread().name not in broken:
-            copy_all(targets, sources)
+            carry_out(copies)
 
     for module in (mover, program):
-        monkeypatch.setattr(module, "copy_all", lossy)
+        monkeypatch.setattr(module, "carry_out", lossy)
     return broken
 
 

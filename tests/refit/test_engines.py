@@ -77,6 +77,7 @@ class Fleet:
         self.calls.append(("begin", version, facts.to))
         assert deadline.remaining() > 0
         if not self.joined:
+            self._fail("join")
             self.joined = True
             for (world, _), worker in self.workers.items():
                 worker.join(facts.for_world(world))
@@ -85,6 +86,7 @@ class Fleet:
             for (world, _), worker in self.workers.items():
                 if world in facts.to:
                     worker.receive(version, facts.to)
+            self._fail("told")
 
     def commit(self, version, deadline):
         self.calls.append(("commit", version))
@@ -217,6 +219,79 @@ def test_engines_that_do_not_answer_fail_the_refit_for_all_in_time_and_the_next_
         assert f"OSError: no answer to {call}" in second.message
     assert seconds < 8
     assert fleet.is_version(3)
+
+
+def test_engines_that_do_not_answer_while_members_meet_anew_fail_the_refit_for_all_at_once():
+    """The epoch is over since a commit failed; the others meet already while the engines are told of the next."""
+
+    def body(me, session):
+        me.train(1)
+        session.refit(1)
+        if me.rank == 0:
+            fleet = session._runner._drive.engines
+            fleet.fail_in = {"commit"}
+        assert error_of(lambda: session.refit(2, timeout=timedelta(seconds=8))) is not None
+        if me.rank == 0:
+            fleet.fail_in = {"told"}
+        started = time.monotonic()
+        error = error_of(lambda: session.refit(3, timeout=timedelta(seconds=25)))
+        seconds = time.monotonic() - started
+        told = []
+        if me.rank == 0:
+            fleet.fail_in = None
+            for worker in fleet.workers.values():
+                worker.thread.join(20)
+                told.append(worker.error)
+        me.train(4)
+        session.refit(4)
+        return error, seconds, told
+
+    fleet, ((first, _, told), (second, seconds, _)) = run_trainer(body)
+    assert (first.phase, second.phase) == ("meeting", "meeting")
+    assert "OSError: no answer to told" in first.message
+    assert seconds < 15
+    for error in (second, *told):
+        assert isinstance(error, PeerError)
+        assert "trainer rank 0 failed: OSError: no answer to told" in error.message
+    assert fleet.is_version(4)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_engines_that_do_not_answer_fail_connect_for_all_at_once(late):
+    fleet = Fleet()
+    fleet.fail_in = {"join"}
+    failed, told = threading.Event(), threading.Event()
+
+    def connect(me, address):
+        session = reshard.connect(
+            address, role="source", world="trainer", rank=me.rank, expect=EXPECT, timeout=TIMEOUT, engines=fleet
+        )
+        session.offer(me.manifest)
+        return session
+
+    with reshard.serve_store() as store:
+
+        def rank_body(ctx):
+            me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
+            if late and me.rank == 1:
+                assert failed.wait(20)
+            started = time.monotonic()
+            error = error_of(lambda: connect(me, str(store)))
+            seconds = time.monotonic() - started
+            failed.set() if me.rank == 0 else told.set()
+            assert told.wait(20)
+            fleet.fail_in = None
+            session = connect(me, str(store))
+            me.train(1)
+            session.refit(1)
+            return error, seconds
+
+        (first, _), (second, seconds) = threads(2, rank_body, timeout=100)
+    assert "OSError: no answer to join" in first.message
+    assert isinstance(second, PeerError)
+    assert "trainer rank 0 failed: OSError: no answer to join" in second.message
+    assert seconds < 15
+    assert fleet.is_version(1)
 
 
 def test_an_engine_that_cannot_be_told_of_a_failure_is_named_in_the_error():

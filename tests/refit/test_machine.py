@@ -69,6 +69,17 @@ def test_a_rank_whose_engine_failed_before_it_wrote_anything_goes_on_serving_the
     assert commands[-2:] == [Command.END_EPOCH, Command.RAISE]
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_where_leases_are_taken_a_rank_commits_after_none_is_held_and_if_one_stays_nothing_has_changed(writes):
+    landed = (ev.Called(42), *GOOD[:3], ev.AllLanded(leased=True))
+    state, commands = run(ready(writes=writes, version=41), *landed, ev.Drained(), *GOOD[4:])
+    assert commands[4:7] == [Command.AWAIT_LANDED, Command.DRAIN, Command.COMMIT]
+    assert state == replace(ready(writes=writes), serving=Serving(42))
+    state, commands = run(ready(writes=writes, version=41), *landed, ev.Failed(ERROR))
+    assert (state.phase, state.serving) == (Phase.APART, Serving(41) if writes else Serving())
+    assert commands[-2:] == [Command.END_EPOCH, Command.RAISE]
+
+
 def test_engines_that_cannot_be_resumed_fail_a_refit_that_every_rank_serves():
     state, commands = run(ready(version=41), ev.Called(42), *GOOD, ev.Failed(ERROR))
     assert (state.phase, state.serving) == (Phase.APART, Serving(42))
@@ -112,6 +123,7 @@ def test_no_two_rows_hold_at_once():
             guards = [row.guard for row in rows]
             assert len(rows) < 2 or sorted(guards) in (
                 ["connecting", "refitting"],
+                ["leases are taken", "no leases are taken"],
                 ["has begun to write", "wrote nothing yet"],
                 ["writes beside or nothing", "writes in place"],
             )

@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 from tests.refit.sessions import error_of
 
-from reshard.errors import MembershipError, RefitTimeout
+from reshard.errors import MembershipError, PeerError, RefitTimeout
 from reshard.refit.gate import EpochOver, Gate, wake_gates
 from reshard.refit.membership import Comer, Member, Register
 from reshard.testing.processes import threads
@@ -74,7 +74,7 @@ def test_TH_04_a_second_process_that_comes_after_all_have_met_is_told_when_they_
 
 
 def test_TH_04_a_member_that_nobody_expects_is_refused_at_once_and_named_at_the_deadline():
-    told = meet_all([*ALL[:3], ("gen0", 7)], seconds=1.0)
+    told = meet_all([*ALL[:3], ("gen0", 7)], seconds=3.0)
     assert "gen0 rank 7 (host pid first) is not expected" in told[3].message
     for error in told[:3]:
         assert error.missing == ("gen1 rank 0",)
@@ -83,7 +83,7 @@ def test_TH_04_a_member_that_nobody_expects_is_refused_at_once_and_named_at_the_
 
 def test_TH_04_a_member_with_other_expectations_is_named():
     other = {"world": "gen1", "rank": 0, "expect": {**EXPECT, "gen0": 3}}
-    told = meet_all([*ALL[:3], other], seconds=1.0)
+    told = meet_all([*ALL[:3], other], seconds=3.0)
     assert all(isinstance(error, MembershipError) for error in told)
     assert any("gen0 x 3" in error.message and "gen0 x 2" in error.message for error in told)
 
@@ -108,10 +108,96 @@ def test_a_process_that_died_before_all_came_is_replaced_by_its_successor():
     )
 
     def body(ctx):
-        return register(store, *ALL[ctx.rank], "alive").meet(Deadline(10.0))
+        if ALL[ctx.rank] != ("gen0", 1):  # or they begin with the dead one, and are met by its successor later
+            store.wait([f"s/{attempt}/comer/1"], timedelta(seconds=20))
+        return register(store, *ALL[ctx.rank], "alive").meet(Deadline(20.0))
 
     rosters = threads(4, body)
     assert len(set(rosters)) == 1
+
+
+def test_a_source_meets_the_worlds_that_it_needs_and_the_others_keep_their_seats():
+    """gen0 rank 1 is restarted; gen1 comes only after the epoch was formed without it, and does not end it."""
+    here = [("trainer", 0), ("gen0", 0), ("gen0", 1)]
+
+    def body(ctx):
+        comer = register(ctx.store, *ALL[ctx.rank])
+        assert comer.meet(Deadline(20.0)).epoch == 1
+        if ALL[ctx.rank] == ("gen0", 1):
+            comer = register(ctx.store, "gen0", 1, "successor")
+        elif ALL[ctx.rank] == ("gen1", 0):
+            ctx.store.wait(["s/2/word"], timedelta(seconds=20))
+            return comer.meet(Deadline(20.0))
+        else:
+            ctx.store.wait(["s/2/comer/0"], timedelta(seconds=20))  # the successor has ended the first epoch
+        return comer.meet(Deadline(20.0), needs=("gen0",) if ALL[ctx.rank] in here else None)
+
+    rosters = threads(4, body)
+    assert len(set(rosters)) == 1
+    assert rosters[0].epoch == 2
+    assert rosters[0].destinations == ("gen0", "gen1")
+
+
+@pytest.mark.parametrize("restarted", [("gen1", 0), ("gen0", 0)])
+def test_a_seat_is_not_taken_by_a_successor_nor_after_the_epoch_is_over(restarted):
+    store = dist.HashStore()
+    first = threads(4, lambda ctx: _met(register(store, *ALL[ctx.rank])))
+    comers = dict(zip(ALL, first, strict=True))
+    comers[restarted] = register(store, *restarted, "successor")
+
+    def needs_gen0(ctx):
+        name = [name for name in ALL if name[0] != "gen1"][ctx.rank]
+        return comers[name].meet(Deadline(20.0), needs=("gen0",)).epoch
+
+    assert threads(3, needs_gen0) == [2] * 3
+    if restarted == ("gen0", 0):
+        comers["trainer", 0].end(2, "a rank failed")
+
+    def all_meet(ctx):
+        if ALL[ctx.rank] != ("gen1", 0):
+            store.wait(["s/3/comer/0"], timedelta(seconds=10))  # gen1 has come first
+        return comers[ALL[ctx.rank]].meet(Deadline(20.0)).epoch
+
+    assert threads(4, all_meet) == [3] * 4
+
+
+def _met(comer):
+    comer.meet(Deadline(20.0))
+    return comer
+
+
+def test_who_cannot_go_on_tells_those_who_wait_and_those_who_come_for_the_same_and_nobody_twice():
+    def body(ctx):
+        comer = register(ctx.store, *ALL[ctx.rank])
+        comer.meet(Deadline(20.0))
+        ctx.store.add("met", 1)
+        if ctx.rank == 0:
+            ctx.store.wait(["s/2/comer/0"], timedelta(seconds=20))  # gen0 rank 0 waits
+            comer.refuse(7, "trainer rank 0 failed: the engines do not answer.")
+            ctx.store.set("refused", "yes")
+        elif ctx.rank == 1:
+            while ctx.store.add("met", 0) < 4:
+                pass
+        else:
+            ctx.store.wait(["refused"], timedelta(seconds=20))
+        version = 8 if ALL[ctx.rank] == ("gen1", 0) else 7
+        started = Deadline(20.0)
+        error = None if ctx.rank == 0 else error_of(lambda: comer.meet(started, version=version))
+        left = started.remaining()
+        if error is not None or ctx.rank == 0:
+            ctx.store.add("told", 1)
+            while ctx.store.add("told", 0) < 3:
+                pass
+            assert comer.meet(Deadline(20.0), version=7).epoch == 3
+        return error, left
+
+    told = threads(4, body)
+    for error, left in told[1:3]:
+        assert isinstance(error, PeerError)
+        assert error.message == "trainer rank 0 failed: the engines do not answer."
+        assert error.member == "trainer rank 0"
+        assert left > 15, "long before the deadline"
+    assert told[3][0] is None, "it came for another version, and waits for the others"
 
 
 def gates(ctx, epoch=1):

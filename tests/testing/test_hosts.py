@@ -318,7 +318,9 @@ def test_a_host_has_a_name_that_a_host_can_have(name):
         Cluster([name])
 
 
-@pytest.mark.parametrize(("text", "bits"), [("2Gbit", 2 * 10**9), ("500Mbit", 5 * 10**8), ("1.5 kbit/s", 1500)])
+@pytest.mark.parametrize(
+    ("text", "bits"), [("2Gbit", 2 * 10**9), ("500Mbit", 5 * 10**8), ("1.5 kbit/s", 1500), ("1 Tbitps", 10**12)]
+)
 def test_a_rate_is_a_number_of_bits_a_second(text, bits):
     assert parse_rate(text) == bits
 

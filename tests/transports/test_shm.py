@@ -22,8 +22,8 @@ from reshard.testing.transport_suite import (
     in_threads,
     take,
 )
-from reshard.transports import shm
-from reshard.transports.base import Deadline
+from reshard.transports import handshake, sharing
+from reshard.transports.base import Deadline, Loan
 from reshard.transports.meeting import Meeting
 from reshard.transports.shm import ShmTransport, share_memory_
 
@@ -117,7 +117,7 @@ def test_a_rank_on_another_host_is_not_reached_and_that_is_no_error():
 
 
 def test_a_rank_whose_memory_does_not_hold_its_nonce_is_not_reached(monkeypatch):
-    monkeypatch.setattr(shm, "_reads", lambda descriptor, nonce: False)
+    monkeypatch.setattr(handshake, "reads", lambda descriptor, nonce: False)
 
     def scenario(context):
         with make_shm(context) as transport:
@@ -137,17 +137,17 @@ def test_a_rank_that_never_connects_is_named():
 
 
 def test_a_stranger_on_the_socket_is_turned_away(monkeypatch):
-    accept = ShmTransport._accept
+    accept = handshake._Handshake._accept
 
-    def accept_after_a_stranger(self, listener, callers, deadline):
+    def accept_after_a_stranger(self, listener, callers):
         import socket
 
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
             stranger.connect(listener.getsockname())
             stranger.send(b"hello?")
-            return accept(self, listener, callers, deadline)
+            return accept(self, listener, callers)
 
-    monkeypatch.setattr(ShmTransport, "_accept", accept_after_a_stranger)
+    monkeypatch.setattr(handshake._Handshake, "_accept", accept_after_a_stranger)
 
     def scenario(context):
         with make_shm(context) as transport:
@@ -198,7 +198,7 @@ class TestShareMemory:
         assert not weights.is_shared()
 
     def test_too_few_open_files_are_refused(self, monkeypatch):
-        monkeypatch.setattr(shm.resource, "getrlimit", lambda which: (50, 50))
+        monkeypatch.setattr(sharing.resource, "getrlimit", lambda which: (50, 50))
         with pytest.raises(EnvironmentNotSupported, match="1 storages need one open file each"):
             share_memory_([torch.zeros(3)])
 
@@ -218,7 +218,7 @@ def many_loans(context, count):
             return count
         take_loans = json.loads(context.store.get("loans"))
         before = len(os.listdir("/proc/self/fd"))
-        views = [transport.borrow(0, shm.Loan.from_json(facts)) for facts in take_loans]
+        views = [transport.borrow(0, Loan.from_json(facts)) for facts in take_loans]
         take(transport, expect(transport, 0, 0))
         assert len(os.listdir("/proc/self/fd")) == before  # a mapping keeps no file open
         return sum(int(view[4]) == number % 256 for number, view in enumerate(views))
@@ -238,7 +238,7 @@ def test_borrowed_memory_outlives_the_transport_as_long_as_it_is_looked_at():
                 context.store.set("loan", json.dumps(loan.to_json()))
                 context.store.wait(["borrowed"])
                 return None
-            view = transport.borrow(0, shm.Loan.from_json(json.loads(context.store.get("loan"))))
+            view = transport.borrow(0, Loan.from_json(json.loads(context.store.get("loan"))))
             context.store.set("borrowed", "")
         gc.collect()
         return view.tolist() == list(range(100))

@@ -20,7 +20,7 @@ from reshard.layouts.piece import Piece
 from reshard.layouts.regroup import regroup
 from reshard.plan.plan import check_match
 from reshard.refit.casts import Cast, Settled, Wire, settle_dtypes
-from reshard.refit.contents import check_memory, check_no_overlap, check_replicas, nbytes_to_keep
+from reshard.refit.contents import check_memory, check_no_overlap, check_replicas, nbytes_to_keep, tell_neighbours
 from reshard.refit.declared import Declared, device_of, same_kind_of_device, to_wire
 from reshard.refit.options import Options, same_options
 from reshard.refit.sides import Side, merge_side, unite, without_aliases
@@ -54,6 +54,9 @@ class Agreed:
 
     casts: tuple[Cast, ...] = ()
     """Every tensor whose two sides declare different dtypes."""
+
+    cast_at: Mapping[str, str] = field(default_factory=dict)
+    """The same by the plan's tensors: on which side it is cast."""
 
     rooms: frozenset[int] = frozenset()
     """As ``Declared.rooms``."""
@@ -162,7 +165,11 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     kept = check_replicas(
         group, source.group, lambda: _check_match(settled, source, destinations), uncast, kept, deadline
     )
-    _check_match(settled, source, destinations)
+    try:
+        _check_match(settled, source, destinations)
+    except ManifestError as error:
+        live = [b for b in _pieces_of(declared.dst, own) if b.binding.buffer not in declared.rooms]
+        raise tell_neighbours(group, error, live, _called(destinations, group.size), deadline) from None
     options = replace(options, staging_nbytes=options.staging_nbytes - kept)
     return Agreed(
         regroup(src),
@@ -174,9 +181,19 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         device or torch.device(kind),
         local,
         settled.casts,
+        settled.cast_at,
         declared.rooms,
         _taken_whole(told, destinations, settled),
     )
+
+
+def _called(sides: Sequence[Side], size: int) -> list[str]:
+    """What each rank of the group is called in its world."""
+    called = [f"rank {rank}" for rank in range(size)]
+    for side in sides:
+        for rank, number in side.numbers.items() if side.world else ():
+            called[rank] = f"{side.world} rank {number}"
+    return called
 
 
 def _taken_whole(

@@ -52,6 +52,16 @@ class Settled:
     wanted: tuple[Mapping[str, Wire], ...]
     """The same by destination and tensor: the one form that it takes."""
 
+    @property
+    def cast_at(self) -> dict[str, str]:
+        """By tensor as it travels that a side holds in another dtype: ``"source"`` or ``"destination"``."""
+        forms = {(name, form.dtype): form.name for name, rows in self.forms.items() for form in rows}
+        wires = [(cast.src if cast.where == "destination" else cast.dst) for cast in self.casts]
+        return {
+            forms.get((cast.tensor, wire), cast.tensor): cast.where
+            for cast, wire in zip(self.casts, wires, strict=True)
+        }
+
 
 def wire_dtype(src: str, dst: str) -> str | None:
     """The dtype in which a tensor travels: the narrower one, the destination's if both are as wide; None if no cast.

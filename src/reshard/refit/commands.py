@@ -18,6 +18,7 @@ class Command(Enum):
     PLAN = "agree on a plan and bind it to memory, unless that is done"
     MOVE = "move the bytes, and verify them"
     AWAIT_LANDED = "wait until all ranks have verified"
+    DRAIN = "wait until no rank holds a lease"
     COMMIT = "bring the landed bytes into the live weights, or have the engines do so"
     AWAIT_COMMITTED = "wait until all ranks serve the new version"
     RESUME = "let the engines go on"
@@ -34,6 +35,7 @@ AWAITED = frozenset(
         Command.PLAN,
         Command.MOVE,
         Command.AWAIT_LANDED,
+        Command.DRAIN,
         Command.COMMIT,
         Command.AWAIT_COMMITTED,
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import cached_property
@@ -23,7 +24,8 @@ from reshard.refit.loans import Loans
 from reshard.refit.whole import path_text
 from reshard.transports.base import Deadline
 from reshard.transports.operations import Link
-from reshard.transports.program import Program, staging_need
+from reshard.transports.program import Program
+from reshard.transports.staging import staging_need
 from reshard.transports.views import BoundMemory
 from reshard.units import format_nbytes
 
@@ -103,10 +105,17 @@ class CompiledRefit:
             self._device = agreed.device
             self._p2p = group.p2p(self._device, deadline)
             self._links = links
-            shared = any(link.transport.lends for link in links.values())
-            self._sources = self._copies.of_sources(agreed, shared=shared)
+            self._sources = self._copies.of_sources(agreed)
             self._targets = self._copies.of_targets(agreed)
-            self._loans = Loans(group.rank, self.plan, links, self._sources, clashing=self._copies.clashing)
+            self._loans = Loans(
+                group.rank,
+                self.plan,
+                links,
+                self._sources,
+                clashing=self._copies.clashing,
+                cast={name for name, side in agreed.cast_at.items() if side == "source"},
+                verify=agreed.options.verify != "none",
+            )
             offer = {"digest": schedule.digest, **self._loans.offer()}
         told = [json.loads(v) for v in group.meeting.exchange("memory", json.dumps(offer).encode(), deadline)]
         self._check_digests(told)
@@ -136,6 +145,7 @@ class CompiledRefit:
             borrowed=borrowed,
             lent_to=lent_to,
             verify=verify,  # type: ignore[arg-type]
+            casts=self._agreed.cast_at,
         )
         both_nbytes, limit = need.send_nbytes + need.receive_nbytes, options.staging_nbytes
         if verify != "none" and both_nbytes > limit + 2 * self.schedule.size.depth * 16:
@@ -162,6 +172,7 @@ class CompiledRefit:
             receive_arena=receive_arena,
             device=self._device,
             verify=verify,  # type: ignore[arg-type]
+            casts=self._agreed.cast_at,
         )
 
     def rebind(self, declared: Declared) -> None:
@@ -225,9 +236,8 @@ class CompiledRefit:
         started = time.perf_counter()
         with or_tell_peers(self.group, "run"):
             self._check_still_bound()
-            self._copies.take()  # before anybody can know that all are here, and read them in place
         self.group.meeting.agree("run", bytes.fromhex(self.schedule.digest), deadline)
-        return self.move(deadline, started, taken=True)
+        return self.move(deadline, started)
 
     def _check_still_bound(self) -> None:
         for manifest in self._manifests:
@@ -241,27 +251,23 @@ class CompiledRefit:
                     rank=self.group.rank,
                 )
 
-    def move(self, deadline: Deadline, started: float, *, taken: bool = False) -> RunReport:
+    def move(self, deadline: Deadline, started: float) -> RunReport:
         """Move the bytes once all ranks are known to be here.
 
         Args:
             deadline: For all of it.
             started: When the call began.
-            taken: Whether ``take`` was called for it, before the ranks met. Copies that others read in place need that.
         """
         if self._generation != self.group.generation:
             self._program = self._compile()
         agreed = time.perf_counter()
         try:
-            if not taken:
-                self._copies.take()
+            self._copies.take()
             self._program.run(deadline)
-        except TransportError as error:
-            self.group.abort(error.message)
-            raise type(error)(f"{error.message} {TORN}", **error.facts) from error
-        except ReshardError as error:
-            if self._options.verify != "none":
-                self.group.meeting.fail("verified", error.message)
+        except BaseException as error:
+            self._leave_nobody_waiting(error)
+            if isinstance(error, TransportError):
+                raise type(error)(f"{error.message} {TORN}", **error.facts) from error
             raise
         if self._options.verify != "none":
             self.group.meeting.exchange("verified", b"", deadline)
@@ -280,6 +286,15 @@ class CompiledRefit:
             ended - program.account.network_done,
             self.links,
         )
+
+    def _leave_nobody_waiting(self, error: BaseException) -> None:
+        """Tell those who wait for this rank's bytes, and those who have all theirs and wait for its word."""
+        text = error.message if isinstance(error, ReshardError) else f"{type(error).__name__}: {error}"
+        if isinstance(error, TransportError) or not isinstance(error, ReshardError):
+            self.group.abort(text)
+        if self._options.verify != "none":
+            with suppress(ReshardError):  # the first error is the one to raise
+                self.group.meeting.fail("verified", text)
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell ``recorder`` what this rank's runs do from now on, until it is None."""
@@ -303,8 +318,13 @@ class CompiledRefit:
 
     @property
     def sources(self) -> tuple[BoundPiece, ...]:
-        """This rank's source pieces as others read them: casts and copies, as of the last ``take``."""
+        """This rank's source pieces as they are read, in whatever dtype they have."""
         return self._sources
+
+    @property
+    def cast_at(self) -> Mapping[str, str]:
+        """By tensor of the plan that a side holds in another dtype than that in which it travels: which side."""
+        return self._agreed.cast_at
 
     @property
     def live(self) -> tuple[BoundPiece, ...]:
@@ -343,10 +363,6 @@ class CompiledRefit:
         direct = sum(spec.nbytes for spec in self.plan.specs if spec.name not in self._agreed.whole)
         return direct / total if total else 1.0
 
-    def take(self) -> None:
-        """Bring the casts and copies of this rank's source up to date."""
-        self._copies.take()
-
     @property
     def landed_nbytes(self) -> tuple[int, int]:
         """Bytes that have landed here in the run under way, or the last one, and all that one run brings."""
@@ -355,7 +371,7 @@ class CompiledRefit:
 
     @property
     def copies_nbytes(self) -> int:
-        """Memory of casts, copies, and landing room, that this refit keeps besides its staging."""
+        """Landing room, and copies of sources that would be overwritten, that this refit keeps besides its staging."""
         return self._copies.nbytes
 
 

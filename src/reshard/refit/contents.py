@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from bisect import bisect_left, bisect_right
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import BindingError, ManifestError
@@ -12,7 +14,7 @@ from reshard.transports.views import BoundMemory
 from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from reshard.layouts.bound import BoundPiece
     from reshard.layouts.box import Box
@@ -23,7 +25,20 @@ if TYPE_CHECKING:
 
 def clashing(src: Sequence[BoundPiece], dst: Sequence[BoundPiece]) -> list[int]:
     """Which source pieces the destination would overwrite while others still read them."""
-    return [at for at, source in enumerate(src) if any(_clash(source, d) for d in dst)]
+    by_buffer: dict[int, list[BoundPiece]] = {}
+    for bound in sorted(dst, key=lambda bound: bound.binding.span):
+        by_buffer.setdefault(bound.binding.buffer, []).append(bound)
+    starts = {buffer: [b.binding.span[0] for b in row] for buffer, row in by_buffer.items()}
+    # the furthest end so far: what lies before the first that is beyond a start ends before it
+    ends = {buffer: list(accumulate((b.binding.span[1] for b in row), max)) for buffer, row in by_buffer.items()}
+    found = []
+    for at, source in enumerate(src):
+        buffer, (start, end) = source.binding.buffer, source.binding.span
+        if buffer in by_buffer:
+            first, last = bisect_right(ends[buffer], start), bisect_left(starts[buffer], end)
+            if any(_clash(source, destination) for destination in by_buffer[buffer][first:last]):
+                found.append(at)
+    return found
 
 
 def _clash(source: BoundPiece, destination: BoundPiece) -> bool:
@@ -94,6 +109,60 @@ def check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
                     f"whole tensor are fine if both have the same boxes.",
                     tensors=(bound.piece.name, other.piece.name),
                 )
+
+
+def neighbours(pieces: Sequence[BoundPiece], names: Iterable[str]) -> dict[str, list[str | None]]:
+    """By tensor that lies in one buffer with others: whose memory comes before it and after it there."""
+    wanted = set(names)
+    found: dict[str, list[str | None]] = {}
+    ordered = sorted(pieces, key=lambda bound: (bound.binding.buffer, bound.binding.span))
+    for at, bound in enumerate(ordered):
+        name = bound.piece.name
+        if name in wanted and name not in found:
+            beside = [_beside(ordered, at, step) for step in (-1, 1)]
+            if any(beside):
+                found[name] = beside
+    return found
+
+
+def _beside(ordered: Sequence[BoundPiece], at: int, step: int) -> str | None:
+    """The next other name in the same buffer, in one direction."""
+    name, buffer = ordered[at].piece.name, ordered[at].binding.buffer
+    while 0 <= at < len(ordered) and ordered[at].binding.buffer == buffer:
+        if ordered[at].piece.name != name:
+            return ordered[at].piece.name
+        at += step
+    return None
+
+
+def tell_neighbours(
+    group: Group, error: ManifestError, pieces: Sequence[BoundPiece], members: Sequence[str], deadline: Deadline
+) -> ManifestError:
+    """The error with the fused tensors that its missing parts belong to; called by all ranks for the same error.
+
+    Args:
+        group: The ranks.
+        error: Names under ``missing`` what the source lacks.
+        pieces: This rank's destination pieces in the memory that it declared.
+        members: What each rank is called.
+        deadline: For the exchange.
+    """
+    payload = json.dumps(neighbours(pieces, getattr(error, "missing", ()))).encode()
+    told = [json.loads(value) for value in group.meeting.exchange("fused", payload, deadline)]
+    fused = {
+        name: (members[rank], *beside) for rank, row in reversed(list(enumerate(told))) for name, beside in row.items()
+    }
+    lines = [f"{who} {_place(name, before, after)}" for name, (who, before, after) in sorted(fused.items())]
+    if not lines:
+        return error
+    shown = lines[:20] + ([f"and {len(lines) - 20} more"] if len(lines) > 20 else [])
+    parts = {name: tuple(other for other in row[1:] if other) for name, row in sorted(fused.items())}
+    return ManifestError("\n".join([error.message, *shown]), **{**error.facts, "fused_with": parts})
+
+
+def _place(name: str, before: str | None, after: str | None) -> str:
+    where = f"between {before!r} and {after!r}" if before and after else f"beside {before or after!r}"
+    return f"keeps {name!r} {where} in one buffer, as fused tensors are; all of it stays as it was."
 
 
 def check_replicas(

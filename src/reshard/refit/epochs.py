@@ -11,8 +11,9 @@ from reshard.refit.gate import Gate, refusal
 from reshard.refit.group import Group
 from reshard.refit.membership import Member, Register
 from reshard.refit.offered import publish, read_offered, say_mark
-from reshard.refit.status import SESSIONS, prefix_of
+from reshard.refit.status import SESSIONS, prefix_of, wait_until_published
 from reshard.refit.store import make_group, open_store, prefixed
+from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,9 +21,11 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from reshard.layouts.piece import TensorSpec
-    from reshard.refit.call import Setup
+    from reshard.refit.call import Asked, Setup
     from reshard.refit.membership import Roster
-    from reshard.transports.base import Deadline
+
+_MOMENT_SECONDS = 2.0
+"""For a store to be found by one who only wants to leave word of a failure there."""
 
 
 class Epochs:
@@ -117,12 +120,20 @@ class Epochs:
         except RuntimeError as error:
             raise self.lost_store(error) from error
 
+    def wait_for(self, version: int, deadline: Deadline) -> int:
+        """Wait until the source has come to a version, or a later one: which one it is."""
+        try:
+            return wait_until_published(self.store, self._setup.session, version, deadline)
+        except RuntimeError as error:
+            raise self.lost_store(error) from error
+
     # -- an epoch ----------------------------------------------------------------------------------------------------
 
-    def meet(self, deadline: Deadline) -> int:
-        """Meet all members; the number of the epoch."""
+    def meet(self, deadline: Deadline, asked: Asked | None = None) -> int:
+        """Meet all members, or those whom a call of ``refit`` needs; the number of the epoch."""
         assert self._register is not None
-        self.roster = self._register.meet(deadline)
+        needs, version = (None, None) if asked is None else (asked.to, asked.version)
+        self.roster = self._register.meet(deadline, needs=needs, version=version)
         self.destinations, self.source = self.roster.destinations, self.roster.source
         return self.roster.epoch
 
@@ -147,9 +158,31 @@ class Epochs:
         self._scopes[worlds] = scope
         return scope
 
-    def refuse(self, version: int, why: str) -> None:
-        """End the epoch with an error for those who wait for this rank, or come, to be brought to a version."""
-        self._end(refusal(version, f"{self._setup.me.member} failed: {why}"))
+    def refuse(self, version: int | None, why: str, deadline: Deadline) -> None:
+        """Tell those who wait for this rank, or come, to be brought to a version, or to join, that it cannot go on.
+
+        Args:
+            version: Which; None for those who join.
+            why: The reason.
+            deadline: Of the call. A store that was not opened yet is given a moment of it.
+        """
+        said = f"{self._setup.me.member} failed: {why.rstrip('.')}."
+        if self.roster is not None and version is not None:
+            self._end(refusal(version, said))
+            return
+        quietly(lambda: self._refuse_to_meet(version, said, deadline))
+
+    def _refuse_to_meet(self, version: int | None, said: str, deadline: Deadline) -> None:
+        self.open(Deadline(min(_MOMENT_SECONDS, deadline.remaining())))
+        assert self._register is not None
+        self._register.refuse(version, said)
+
+    def come_again(self, deadline: Deadline) -> None:
+        """Take back what this rank has refused, before others are asked to come on its behalf."""
+        if self.roster is None:
+            self.open(deadline)
+            assert self._register is not None
+            self._register.come_again()
 
     def fail(self, why: str) -> None:
         """End the epoch, and wake all who wait at its gates."""

@@ -56,6 +56,14 @@ class Moved:
 class AllLanded:
     """Every rank of the refit has said so."""
 
+    leased: bool = False
+    """Whether leases are taken on one of them, so that the commit waits until none is held."""
+
+
+@dataclass(frozen=True)
+class Drained:
+    """No rank of the refit holds a lease, and none is given before it is over."""
+
 
 @dataclass(frozen=True)
 class Committed:
@@ -97,6 +105,7 @@ Event = (
     | Planned
     | Moved
     | AllLanded
+    | Drained
     | Committed
     | AllCommitted
     | Refused

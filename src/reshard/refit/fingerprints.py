@@ -14,7 +14,7 @@ from reshard.transports.verify import box_sum
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Container, Iterable, Mapping, Sequence
 
     from reshard.layouts.bound import BoundPiece
     from reshard.layouts.piece import TensorSpec
@@ -33,15 +33,22 @@ def of_pieces(pieces: Iterable[BoundPiece], specs: Mapping[str, TensorSpec]) -> 
     return sums
 
 
-def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece]) -> dict[str, int]:
-    """By tensor: the sum over those elements that are wanted and that this rank is the lowest holder of."""
+def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece], cast: Container[str] = ()) -> dict[str, int]:
+    """By tensor: the sum over those elements that are wanted and that this rank is the lowest holder of.
+
+    Args:
+        plan: What moves.
+        rank: This rank.
+        sources: Its source pieces, in whatever dtype they have; the sums are of the bits that travel.
+        cast: The tensors that a side holds in another dtype than that in which they travel.
+    """
     memory, sums = BoundMemory(sources), dict[str, int]()
     for at, cls in enumerate(plan.classes):
         if (cls.holders & -cls.holders).bit_length() - 1 != rank:
             continue
         for index, box in plan.string(at).items:
             spec = plan.specs[index]
-            value = int(box_sum(box, spec, memory, "fingerprint"))
+            value = int(box_sum(box, spec, memory, "fingerprint", cast=spec.name in cast))
             sums[spec.name] = (sums.get(spec.name, 0) + value) % _MODULUS
     return sums
 

@@ -33,6 +33,9 @@ class Request:
     matched: tuple[bool, ...] = ()
     """For each pattern of ``names``: whether one of its tensors matches."""
 
+    leases: bool = False
+    """Whether leases are taken on it, so that its commit waits for them."""
+
     fault: str = ""
     """What keeps it from taking part."""
 

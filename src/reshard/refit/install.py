@@ -73,7 +73,7 @@ class Installation:
             for name in names:
                 if name in loaders:
                     own = self._offer.renamed.get(name, name)
-                    self._call("loader", loaders[name], group, own, whole[name].tensor)
+                    self._call("loader", loaders[name], group, own, self._given(own, whole[name].tensor))
             if hooks.installed is not None:
                 self._call("installed", hooks.installed, group, group, self._version)
             self._done.append(group)
@@ -89,7 +89,12 @@ class Installation:
                 pieces += whole[name].landed(own)
             else:
                 pieces += [(Piece(own, bound.piece.box), bound.view) for bound in self._pieces[name]]
-        return Landed(group, self._version, tuple(pieces), self._deadline.remaining())
+        given = tuple((piece, self._given(piece.name, tensor)) for piece, tensor in pieces)
+        return Landed(group, self._version, given, self._deadline.remaining())
+
+    def _given(self, name: str, tensor: Any) -> Any:
+        """What is handed out for memory of the session: that memory, or in debug mode a copy."""
+        return tensor if self._offer.handed is None else self._offer.handed.copy(name, tensor)
 
     @cached_property
     def _pieces(self) -> dict[str, list[BoundPiece]]:

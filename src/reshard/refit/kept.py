@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.errors import ConfigError
 from reshard.refit import fingerprints
 
 if TYPE_CHECKING:
@@ -44,8 +45,28 @@ class Kept:
                 known.pop(next(iter(known)))
         self._committed.update(live)
 
-    def versions(self, offer: Offer) -> dict[str, int | None]:
-        """By tensor: the version that its bytes are now; None where they are of none that is remembered."""
+    def versions(self, offer: Offer | None, verify: str) -> dict[str, int | None]:
+        """By tensor: the version that its bytes are now; None where they are of none that is remembered.
+
+        Args:
+            offer: What the rank has; None before it has said so.
+            verify: As the session was opened with.
+
+        Raises:
+            ConfigError: Nothing is remembered.
+        """
+        if offer is not None and offer.hooks.install is not None:
+            raise ConfigError(
+                "This rank hands what has landed to its install hook, and the session does not know the live weights. "
+                "Compare there."
+            )
+        if verify != "fingerprint":
+            raise ConfigError(
+                f"This session was opened with verify={verify!r}, which keeps no fingerprints. Open it with "
+                f"verify='fingerprint'."
+            )
+        if offer is None:
+            return {}
         now = _fingerprints(offer, self._committed)
         found: dict[str, int | None] = {}
         for name, known in self._known.items():

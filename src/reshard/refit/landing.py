@@ -1,4 +1,4 @@
-"""Landing: the copies beside the live weights that a refit needs, made once: casts, snapshots, and room to land in."""
+"""Landing: the copies beside the live weights that a refit needs, made once: room to land in, sources in the way."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.refit.contents import clashing
 from reshard.refit.room import carve
-from reshard.transports.shm import share_memory_
 from reshard.transports.views import aligned_word, copy_all, words
 
 if TYPE_CHECKING:
@@ -20,10 +19,12 @@ if TYPE_CHECKING:
 
 
 class Copies:
-    """The copies of one rank, each beside the memory that it stands for.
+    """The copies of one rank, each beside the memory that it stands for, in the dtype in which its tensor travels.
+
+    A cast needs none: bytes are cast as they leave, and as they land in the live weights.
 
     Args:
-        staged: Whether all destination bytes land beside the live weights, and not only those that are cast there.
+        staged: Whether the destination's bytes land beside the live weights.
     """
 
     def __init__(self, staged: bool) -> None:
@@ -34,42 +35,31 @@ class Copies:
         self.clashing = False
         """Whether a source is copied since this rank's own destination would overwrite it."""
 
-    def of_sources(self, agreed: Agreed, *, shared: bool) -> tuple[BoundPiece, ...]:
-        """Source pieces as they are read: copies where they are cast, or where the destination would overwrite them.
-
-        Args:
-            agreed: What is sent.
-            shared: Whether another rank can read them in place, if they lie in shared memory.
-        """
-        clash = set(clashing(agreed.src_pieces, agreed.dst_pieces))
+    def of_sources(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
+        """Source pieces as they are read: the live ones, and copies of those that the destination would overwrite."""
+        clash = clashing(agreed.src_pieces, agreed.dst_pieces)
         self.clashing = bool(clash)
         dtypes = {entry.spec.name: entry.spec.dtype for entry in agreed.src.entries}
-        chosen = {
-            at: getattr(torch, dtypes[bound.piece.name])
-            for at, bound in enumerate(agreed.src_pieces)
-            if at in clash or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
-        }
-        pieces, copies = self._copied(agreed.src_pieces, chosen, shared=shared and not clash)
+        chosen = {at: getattr(torch, dtypes[agreed.src_pieces[at].piece.name]) for at in clash}
+        pieces, copies = self._copied(agreed.src_pieces, chosen)
         self._taken = _as_words(copies, [agreed.src_pieces[at].view for at in chosen])
-        self.take()
         return pieces
 
     def of_targets(self, agreed: Agreed) -> tuple[BoundPiece, ...]:
-        """Destination pieces as they are written: beside the live ones where the commit is staged, or a cast is due."""
+        """Destination pieces as they are written: the live ones, or beside them where the commit is staged."""
         dtypes = {entry.spec.name: entry.spec.dtype for entry in agreed.dst.entries}
         chosen = {
             at: getattr(torch, dtypes[bound.piece.name])
             for at, bound in enumerate(agreed.dst_pieces)
-            if (self._staged and bound.binding.buffer not in agreed.rooms)
-            or getattr(torch, dtypes[bound.piece.name]) != bound.view.dtype
+            if self._staged and bound.binding.buffer not in agreed.rooms
         }
-        pieces, copies = self._copied(agreed.dst_pieces, chosen, shared=False)
+        pieces, copies = self._copied(agreed.dst_pieces, chosen)
         pairs = _as_words([agreed.dst_pieces[at].view for at in chosen], copies)
         self._put = dict(zip(chosen, zip(*pairs, strict=True), strict=True)) if chosen else {}
         return pieces
 
     def take(self) -> None:
-        """Copy what is sent as it is now; exact to ``tensor.to(dtype)`` where it is cast."""
+        """Copy what this rank's own destination is about to overwrite."""
         _copy(*self._taken)
 
     def put(self, some: Iterable[int] | None = None) -> None:
@@ -82,15 +72,13 @@ class Copies:
         _copy([target for target, _ in pairs], [copy for _, copy in pairs])
 
     def _copied(
-        self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype], *, shared: bool
+        self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype]
     ) -> tuple[tuple[BoundPiece, ...], list[torch.Tensor]]:
         """The pieces with those at ``chosen`` in memory of their own, all of it in one buffer."""
         if not sum(pieces[at].view.numel() for at in chosen):
             return tuple(pieces), []
         shapes = [(tuple(pieces[at].view.shape), dtype) for at, dtype in chosen.items()]
         buffer, copies = carve(shapes, pieces[next(iter(chosen))].view.device)
-        if shared and buffer.device.type == "cpu":
-            share_memory_([buffer])
         self.nbytes += buffer.numel()
         result = list(pieces)
         for at, copy in zip(chosen, copies, strict=True):

@@ -18,7 +18,7 @@ from reshard.transports.base import Loan
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Container, Mapping, Sequence
 
     from reshard.plan.plan import Plan
     from reshard.transports.operations import Link
@@ -33,16 +33,28 @@ class Loans:
         links: How it reaches its peers.
         sources: Its source pieces as others read them.
         clashing: Whether its own destination would overwrite what it lends.
+        cast: The tensors that are cast at the source: whoever reads them in place has to.
+        verify: Whether both sides sum what moved.
     """
 
     def __init__(
-        self, rank: int, plan: Plan, links: Mapping[int, Link], sources: Sequence[BoundPiece], *, clashing: bool
+        self,
+        rank: int,
+        plan: Plan,
+        links: Mapping[int, Link],
+        sources: Sequence[BoundPiece],
+        *,
+        clashing: bool,
+        cast: Container[str] = (),
+        verify: bool = False,
     ) -> None:
         self._rank = rank
         self._plan = plan
         self._links = links
         self._sources = sources
         self._clashing = clashing
+        self._cast = cast
+        self._verify = verify
         self.borrowed: dict[int, BoundMemory] = {}
         """By sender: the memory that this rank reads in place."""
         self.lent_to: tuple[int, ...] = ()
@@ -83,6 +95,8 @@ class Loans:
         private = next((b for b in self._sources if not b.view.is_shared()), None)
         if private is not None:
             return None, f"its {private.piece.name!r} lies in private memory (share_memory_ moves it)"
+        if self._packs_cheaper(shared):
+            return None, "it casts most of what it sends, and that is cheaper done once, as it is packed"
         transport = self._links[shared[0]].transport
         loans = transport.lend([bound.view for bound in self._sources])
         rows = [
@@ -90,6 +104,19 @@ class Loans:
             for b, loan in zip(self._sources, loans, strict=True)
         ]
         return rows, "its weights lie in shared memory"
+
+    def _packs_cheaper(self, shared: Sequence[int]) -> bool:
+        """Whether casts would be made so often in place that a second copy costs less.
+
+        Each reader makes them again, and the sums of a verification too; when they are packed, one does for all.
+        """
+        specs = self._plan.specs
+        rows = [row for row in self._plan.for_rank(self._rank).sends if row[0] in shared]
+        cast = [(tensor, box) for _, tensor, box in rows if specs[tensor].name in self._cast]
+        nbytes = sum(box.numel * specs[tensor].itemsize for _, tensor, box in rows)
+        if 2 * sum(box.numel * specs[tensor].itemsize for tensor, box in cast) <= nbytes:
+            return False
+        return self._verify or len(cast) > 2 * len(set(cast))
 
     def _pairs_in_place(self) -> set[tuple[int, int]]:
         """The pairs whose receiver may read the sender's weights where they lie, if these are lent.

@@ -29,6 +29,7 @@ class Phase(Enum):
     PLANNING = "planning"
     MOVING = "moving"
     LANDED = "landed"
+    DRAINING = "draining"
     COMMITTING = "committing"
     CONFIRMING = "confirming"
     CLOSED = "closed"
@@ -87,6 +88,8 @@ Guard = Literal[
     "writes beside or nothing",
     "has begun to write",
     "wrote nothing yet",
+    "leases are taken",
+    "no leases are taken",
 ]
 
 
@@ -117,7 +120,9 @@ TABLE: tuple[Transition, ...] = (
     Transition(P.PLANNING, ev.Refused, P.READY, (C.RAISE,), effect="end"),
     Transition(P.PLANNING, ev.Planned, P.MOVING, (C.MOVE,)),
     Transition(P.MOVING, ev.Moved, P.LANDED, (C.AWAIT_LANDED,)),
-    Transition(P.LANDED, ev.AllLanded, P.COMMITTING, (C.COMMIT,)),
+    Transition(P.LANDED, ev.AllLanded, P.COMMITTING, (C.COMMIT,), "no leases are taken"),
+    Transition(P.LANDED, ev.AllLanded, P.DRAINING, (C.DRAIN,), "leases are taken"),
+    Transition(P.DRAINING, ev.Drained, P.COMMITTING, (C.COMMIT,)),
     Transition(P.COMMITTING, ev.Committed, P.CONFIRMING, (C.AWAIT_COMMITTED,), effect="serve"),
     Transition(P.CONFIRMING, ev.AllCommitted, P.READY, (C.RESUME, C.RETURN), effect="end"),
     # what goes wrong
@@ -128,6 +133,7 @@ TABLE: tuple[Transition, ...] = (
     Transition(P.MOVING, ev.Failed, P.APART, _GIVE_UP, "writes beside or nothing", "end"),
     Transition(P.LANDED, ev.Failed, P.APART, _GIVE_UP, "writes in place", "tear"),
     Transition(P.LANDED, ev.Failed, P.APART, _GIVE_UP, "writes beside or nothing", "end"),
+    Transition(P.DRAINING, ev.Failed, P.APART, _GIVE_UP, effect="end"),
     Transition(P.COMMITTING, ev.Failed, P.APART, _GIVE_UP, "has begun to write", "tear"),
     Transition(P.COMMITTING, ev.Failed, P.APART, _GIVE_UP, "wrote nothing yet", "end"),
     Transition(P.CONFIRMING, ev.Failed, P.APART, _GIVE_UP, effect="end"),
@@ -165,6 +171,10 @@ def _holds(guard: Guard, state: State, event: ev.Event) -> bool:
             return not (isinstance(event, ev.Failed) and event.untouched)
         case "wrote nothing yet":
             return isinstance(event, ev.Failed) and event.untouched
+        case "leases are taken":
+            return isinstance(event, ev.AllLanded) and event.leased
+        case "no leases are taken":
+            return isinstance(event, ev.AllLanded) and not event.leased
         case never:
             assert_never(never)
 
@@ -200,6 +210,7 @@ def check_invariants(state: State) -> None:
     quiet = state.phase in (P.APART, P.READY, P.CLOSED)
     assert not (quiet and state.target is not None), f"a refit is under way while {state.phase.value}"
     assert state.writes or not state.serving.torn, "a rank that writes nothing is torn"
+    assert state.staged or state.phase is not P.DRAINING, "holds back what has landed in the live weights"
     assert state.phase in (P.APART, P.MEETING, P.CLOSED) or state.epoch > 0, "no epoch, and yet it has begun"
     assert not (state.phase is P.CONFIRMING and state.serving.version != state.target), (
         "confirms what it does not serve"
@@ -209,8 +220,8 @@ def check_invariants(state: State) -> None:
 def diagram(form: Literal["mermaid", "dot"] = "mermaid") -> str:
     """The table as a diagram: phases, and on each arrow the event, its guard and what is done.
 
-    >>> diagram().splitlines()[:3]
-    ['stateDiagram-v2', '    [*] --> apart', '    apart --> meeting: Joined / meet all members in a new epoch']
+    >>> diagram("dot").splitlines()[4]
+    '    "meeting" -> "ready" [label="Met [connecting] / hand the result to the caller"];'
     """
     return "\n".join(_mermaid() if form == "mermaid" else _dot())
 

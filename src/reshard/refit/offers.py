@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from reshard.refit.names import renamed
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
+    from reshard.refit.handed import Handed
     from reshard.refit.names import Rename
     from reshard.refit.whole import Whole
 
@@ -33,8 +35,22 @@ class Offer:
     whole: tuple[Whole, ...] = ()
     """What a destination takes whole, though it keeps pieces of it or hands it on."""
 
+    depends_on: Callable[[], object] | None = None
+    """Gives what the places of its pieces depend on, such as an expert map."""
+
+    as_of: object = None
+    """What that was when the rank accepted, as ``frozen`` keeps it."""
+
+    handed: Handed | None = None
+    """In debug mode: the copies that loaders and the install hook are given in place of the session's memory."""
+
     rooms: tuple[Any, ...] = ()
     """Memory of the session that some pieces are bound to: nobody reads it before the commit."""
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether what its places depend on has changed since."""
+        return self.depends_on is not None and frozen(self.depends_on()) != self.as_of
 
     @property
     def room_nbytes(self) -> int:
@@ -74,6 +90,22 @@ def make_offer(
         original = _grouped(original, groups)
     manifest, changed = renamed(original, rename)
     return Offer(original, manifest, changed)
+
+
+def frozen(value: Any) -> Any:
+    """A value that later changes of the original do not reach, and that compares as a whole.
+
+    >>> slots = [2, 0]
+    >>> kept = frozen({"layer 0": slots})
+    >>> slots[0] = 1
+    >>> kept
+    {'layer 0': [2, 0]}
+    """
+    if hasattr(value, "tolist"):  # a tensor or an array
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: frozen(one) for key, one in value.items()}
+    return [frozen(one) for one in value] if isinstance(value, list | tuple) else copy.deepcopy(value)
 
 
 def _grouped(manifest: Manifest, group: Callable[[str], str]) -> Manifest:

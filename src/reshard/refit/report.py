@@ -53,10 +53,10 @@ class RefitReport:
     """By peer: the transport, how many copies the bytes take there, and why."""
 
     staging_nbytes: int
-    """All memory that this rank keeps for refits: staging, casts, and room to land in."""
+    """All memory that this rank keeps for refits: staging, and room to land in."""
 
     copies_nbytes: int
-    """The part of it that casts and landing room take: not bounded by ``staging_nbytes=`` but by the rank's weights."""
+    """The part of it that landing room takes: not bounded by ``staging_nbytes=`` but by the rank's weights."""
 
     paths: Mapping[str, str]
     """By tensor: the rules by which its bytes travel; before them whether it goes whole, where to and why."""

@@ -6,8 +6,7 @@ import json
 import time
 from typing import TYPE_CHECKING
 
-from reshard.errors import InstallError, MembershipError, ReshardError, VersionError
-from reshard.layouts.manifest import find_rebound
+from reshard.errors import BindingError, InstallError, MembershipError, ReshardError, VersionError
 from reshard.refit import events as ev
 from reshard.refit import fingerprints
 from reshard.refit.call import Asked, Current, Scope, Setup, make_report
@@ -16,13 +15,16 @@ from reshard.refit.compile import compile_declared
 from reshard.refit.declared import Declared
 from reshard.refit.drive import make_drive
 from reshard.refit.epochs import Epochs, quietly
+from reshard.refit.faults import MOVED, fault_of
 from reshard.refit.fleet import Request, check_fingerprints, check_requests
 from reshard.refit.gate import EpochOver
 from reshard.refit.install import Installation
+from reshard.refit.leases import Leases
 from reshard.refit.machine import Phase, State, check_invariants, step
 from reshard.refit.names import matching
 from reshard.refit.status import MemberStatus, write_status
 from reshard.refit.telling import Place, error_for_caller, text_of
+from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,10 +34,12 @@ if TYPE_CHECKING:
     from reshard.refit.journal import Journal
     from reshard.refit.offers import Offer
     from reshard.refit.report import RefitReport
-    from reshard.transports.base import Deadline
 
 _KEPT_REFITS = 8
 """Compiled refits kept in an epoch: one for each choice of worlds and names."""
+_TELL_SECONDS = 1.0
+"""Of a call's time: for others to be told who holds a lease, before they are only told of a silent rank."""
+_HAVE_LANDED = (Phase.MOVING, Phase.LANDED, Phase.DRAINING, Phase.COMMITTING, Phase.CONFIRMING)
 
 
 class Runner:
@@ -60,6 +64,7 @@ class Runner:
         self.declined = ""
         """Why this rank cannot take part in refits; empty while it can."""
         self._drive = make_drive(setup)
+        self.leases = Leases(lambda: self.state.serving)
 
     # -- the loop ----------------------------------------------------------------------------------------------------
 
@@ -78,6 +83,7 @@ class Runner:
             return self._current.report
         finally:
             self._current = None
+            self.leases.open()
 
     def close(self) -> None:
         """Leave the session."""
@@ -125,11 +131,12 @@ class Runner:
         try:
             if command is Command.RESUME:
                 self._drive.done()
-            else:
+            elif self._drive.engines is not None:
+                self.epochs.come_again(self._deadline)
                 self._drive.begin(asked, self._deadline)
         except BaseException as error:
-            if self.state.phase is Phase.GATHERING and asked is not None:  # others wait at the gate for this rank
-                self.epochs.refuse(asked.version, text_of(error))
+            if command is Command.BEGIN:  # others wait for this rank, or will come
+                self.epochs.refuse(None if asked is None else asked.version, text_of(error), self._deadline)
             return ev.Failed(error)
         return None
 
@@ -156,7 +163,7 @@ class Runner:
     def _meet(self) -> ev.Event:
         if self.epochs.open(self._deadline):
             self._say()
-        return ev.Met(self.epochs.meet(self._deadline))
+        return ev.Met(self.epochs.meet(self._deadline, None if self._current is None else self._current.asked))
 
     def _gather(self) -> ev.Event:
         current, asked = self._now, self._now.asked
@@ -166,10 +173,16 @@ class Runner:
         names = () if asked.offer is None else asked.offer.manifest.names
         matched = tuple(bool(matching(names, [pattern])) for pattern in asked.names or ())
         request = Request(
-            asked.version, asked.to, asked.names, asked.allow_rollback, serving, fresh, matched, self._fault()
+            asked.version,
+            asked.to,
+            asked.names,
+            asked.allow_rollback,
+            serving,
+            fresh,
+            matched,
+            self.leases.used,
+            self.declined or fault_of(asked.offer, writes=self.state.writes),
         )
-        if asked.names in scope.compiled:
-            scope.compiled[asked.names].take()  # before anybody can know that all are here, and read in place
         told = scope.gate.gather(json.dumps(request.to_json()), current.deadline, asked.version)
         current.requests = tuple(Request.from_json(json.loads(row)) for row in told)
         try:
@@ -180,24 +193,6 @@ class Runner:
             scope.compiled.clear()
         self._planned_with = asked.offer
         return ev.Gathered()
-
-    def _fault(self) -> str:
-        """What keeps this rank from taking part, told to all before anything begins."""
-        if self.declined:
-            return self.declined
-        offer = self._now.asked.offer
-        verb = "accepted" if self.state.writes else "offered"
-        if offer is None:
-            call = "accept" if self.state.writes else "offer"
-            return f"it has {verb} nothing: call session.{call} before refit"
-        name = find_rebound(offer.original)
-        if name is not None:
-            return (
-                f"its module holds another tensor as {name!r} than when it was {verb}, so the bytes would go astray; "
-                f"call session.{'accept' if self.state.writes else 'offer'} again, or update parameters in place "
-                f"(param.data.copy_)"
-            )
-        return ""
 
     def _plan(self) -> ev.Event:
         current, scope = self._now, self._now_scope
@@ -210,7 +205,7 @@ class Runner:
         scope.compiled[asked.names] = compiled  # last used, last dropped
         current.compiled = compiled
         if self.setup.options.verify == "fingerprint":
-            share = fingerprints.of_share(compiled.plan, scope.rank, compiled.sources)
+            share = fingerprints.of_share(compiled.plan, scope.rank, compiled.sources, compiled.cast_at)
             told = scope.group.meeting.exchange("fingerprints", json.dumps(share).encode(), current.deadline)
             current.prints = fingerprints.add_up(json.loads(part) for part in told)
             if not asked.allow_rollback and any(row.serves_whole(asked.version) for row in current.requests):
@@ -248,17 +243,41 @@ class Runner:
     def _move(self) -> ev.Event:
         compiled = self._now.compiled
         assert compiled is not None
-        self._now.moved = compiled.move(self._now.deadline, self._now.started, taken=True)
+        if self.state.writes and not self.state.staged:
+            self.leases.writes(self._now.asked.version)
+        self._now.moved = compiled.move(self._now.deadline, self._now.started)
         return ev.Moved()
 
     def _await_landed(self) -> ev.Event:
-        self._now_scope.group.meeting.agree("landed", self._word, self._now.deadline)
-        return ev.AllLanded()
+        current, scope = self._now, self._now_scope
+        self._check_places()
+        if not current.requests[scope.rank].leases:  # what nobody could know of when the refit began ends before
+            self._drain_own()
+        scope.group.meeting.agree("landed", self._word, current.deadline)
+        return ev.AllLanded(any(row.leases for row in current.requests))
+
+    def _drain(self) -> ev.Event:
+        self._drain_own()
+        self._check_places()
+        self._now_scope.group.meeting.agree("drained", self._word, self._now.deadline)
+        return ev.Drained()
+
+    def _check_places(self) -> None:
+        """Refuse to commit to places that have moved since the refit was planned."""
+        offer, me = self._now.asked.offer, str(self.setup.me.member)
+        if offer is not None and offer.has_moved:
+            raise BindingError(f"{me} cannot commit: {MOVED}.", member=me)
+
+    def _drain_own(self) -> None:
+        """Wait for this rank's leases, for less than the others wait for it, so that they are told who holds one."""
+        left = self._now.deadline.remaining()
+        self.leases.drain(self._now.asked.version, Deadline(left - min(0.1 * left, _TELL_SECONDS)))
 
     def _commit(self) -> ev.Event:
         compiled = self._now.compiled
         assert compiled is not None
         if self.state.writes and (offer := self._now.asked.offer) is not None:
+            self.leases.writes(self._now.asked.version)
             Installation(compiled, offer, self._now.asked.version, self._now.deadline).run(staged=self.state.staged)
         self._drive.commit(self._now.deadline)
         if self._now.prints is not None:
@@ -305,7 +324,7 @@ class Runner:
     def landed_nbytes(self) -> tuple[int, int]:
         """Bytes that have landed here in the refit under way, and all that it brings; other threads may look."""
         current = self._current
-        moving = self.state.phase in (Phase.MOVING, Phase.LANDED, Phase.COMMITTING, Phase.CONFIRMING)
+        moving = self.state.phase in _HAVE_LANDED
         compiled = None if current is None or not moving else current.compiled
         return (0, 0) if compiled is None else compiled.landed_nbytes
 
@@ -327,6 +346,7 @@ class Runner:
             () if self._current is None else self._current.asked.to,
             me.where,
             self._error,
+            self.leases.holders if state.phase is Phase.DRAINING else (),
         )
 
     def _say(self) -> None:
@@ -370,6 +390,7 @@ _EFFECTS: dict[Command, Callable[[Runner], ev.Event]] = {
     Command.PLAN: Runner._plan,
     Command.MOVE: Runner._move,
     Command.AWAIT_LANDED: Runner._await_landed,
+    Command.DRAIN: Runner._drain,
     Command.COMMIT: Runner._commit,
     Command.AWAIT_COMMITTED: Runner._await_committed,
 }

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from reshard.errors import ConfigError
 from reshard.refit.accept import make_acceptance
 from reshard.refit.call import Asked, make_asked
 from reshard.refit.collective import Work
+from reshard.refit.handed import Handed
 from reshard.refit.kept import Kept
 from reshard.refit.landed import Hooks
 from reshard.refit.metrics import Metrics
 from reshard.refit.names import matching
-from reshard.refit.offers import make_offer
+from reshard.refit.offers import frozen, make_offer
 from reshard.refit.progress import ProgressLine, Watch
 from reshard.refit.room import nbytes_beside
 from reshard.refit.snapshot import Snapshot
-from reshard.refit.status import read_status, wait_until_published
+from reshard.refit.status import read_status
 from reshard.refit.timeline import to_perfetto
 from reshard.transports.base import Deadline
 
@@ -31,6 +34,7 @@ if TYPE_CHECKING:
     from reshard.layouts.piece import TensorSpec
     from reshard.refit.compiled import CompiledRefit
     from reshard.refit.landed import Committed, Install, Installed, Loader
+    from reshard.refit.leases import Lease
     from reshard.refit.machine import Serving
     from reshard.refit.names import Rename
     from reshard.refit.offers import Offer
@@ -105,6 +109,8 @@ class Session:
         install: Install | None = None,
         committed: Committed | None = None,
         loaders: Mapping[str, Loader] | None = None,
+        depends_on: Callable[[], object] | None = None,
+        debug: bool = False,
     ) -> None:
         """Say where this rank of a destination wants its weights; their addresses never change.
 
@@ -126,6 +132,11 @@ class Session:
                 install group; the next refit writes the tensor again. A pattern that matches nothing of what is
                 accepted is looked for among what the source offers, and waits for it. All ranks of a world give the
                 same.
+            depends_on: Gives what the places of the tensors depend on, such as an engine's expert map. If that has
+                changed when a refit begins, or before it commits, it fails on all ranks until ``accept`` is called
+                again, and the old version serves.
+            debug: Hand copies to loaders and to ``install``, and fail the next refit while somebody holds one of them,
+                or a view of it: without ``debug`` it would be overwritten under the holder.
 
         Raises:
             ConfigError: This world is the source; or ``install`` in a session whose commit is in place.
@@ -135,9 +146,9 @@ class Session:
         self._runner.declined = ""
         hooks = Hooks(install, installed, committed, loaders)
         setup = self._runner.setup
-        self._offer = make_acceptance(
-            model_or_manifest, setup, hooks, rename=rename, groups=groups, offered=self.offered
-        )
+        offer = make_acceptance(model_or_manifest, setup, hooks, rename=rename, groups=groups, offered=self.offered)
+        as_of = None if depends_on is None else frozen(depends_on())
+        self._offer = replace(offer, depends_on=depends_on, as_of=as_of, handed=Handed() if debug else None)
         self._kept.forget()
 
     def decline(self, reason: str) -> None:
@@ -151,7 +162,7 @@ class Session:
     def landing_nbytes(self) -> int:
         """Bytes beside the live weights in which refits of this rank land, known before the first one.
 
-        They are kept between refits. A tensor that is cast here after landing takes its wire's dtype besides.
+        They are kept between refits. What is cast as it goes live lands in its wire's dtype, and takes less than said.
         """
         if self._offer is None or not self._runner.state.writes:
             return 0
@@ -211,7 +222,7 @@ class Session:
         Args:
             version: Which weights these are; grows with training. The version that is served may be sent again.
             names: Patterns of tensor names (``"layers.0.*"``); all tensors if not given.
-            to: Destination worlds; all if not given.
+            to: Destination worlds; all if not given. Those that are not named need not call, nor be there.
             allow_rollback: Whether a lower version than the one served is right, and the same with other weights.
             async_op: Return at once and move in the background. The tensors of both sides are left alone until
                 ``wait`` has returned.
@@ -290,12 +301,7 @@ class Session:
             TransportError: The store is lost.
         """
         self._check_open()
-        setup = self._runner.setup
-        deadline = Deadline.after(timeout or setup.timeout)
-        try:
-            return wait_until_published(self._runner.epochs.store, setup.session, version, deadline)
-        except RuntimeError as error:
-            raise self._runner.epochs.lost_store(error) from error
+        return self._runner.epochs.wait_for(version, Deadline.after(timeout or self._runner.setup.timeout))
 
     # -- after the commit ---------------------------------------------------------------------------------------------
 
@@ -313,17 +319,43 @@ class Session:
         Raises:
             ConfigError: The session keeps no fingerprints, or hands what has landed to an install hook.
         """
-        if self._offer is not None and self._offer.hooks.install is not None:
+        return self._kept.versions(self._offer, self._runner.setup.options.verify)
+
+    def lease(
+        self,
+        holder: str = "",
+        *,
+        version: int | None = None,
+        in_flight: bool = False,
+        timeout: timedelta | None = None,
+    ) -> Lease:
+        """Hold the version that this rank serves while a request reads it: ``with session.lease() as lease: ...``.
+
+        No rank of the session commits before the leases of all ranks have ended, so one on one rank of an engine holds
+        the whole engine; a refit that waits for one until its deadline fails, names the holder, and changes nothing.
+        From when a commit waits until its refit is over no lease is given. Any thread may call it.
+
+        Args:
+            holder: Who reads, for messages; the thread's name if not given.
+            version: Which version it must be, as for the next turn of a conversation; any if not given.
+            in_flight: Let commits go on meanwhile: ``lease.versions`` then says from which to which one was read.
+            timeout: For a commit that is under way; the session's if not given.
+
+        Raises:
+            ConfigError: This world is the source; or bytes land in the live weights, and ``in_flight`` is not given.
+            VersionError: This rank serves no version, or not that one any more, or is torn.
+            RefitTimeout: A commit was still under way at the deadline.
+        """
+        self._check_open()
+        self._check_role("destination", "offer", "lease")
+        if not in_flight and not self._runner.state.staged:
             raise ConfigError(
-                "This rank hands what has landed to its install hook, and the session does not know the live weights. "
-                "Compare there."
+                "lease() cannot hold a version in a session with commit='in-place', which writes to the live weights "
+                "while it moves. Open it with commit='staged', or take leases with in_flight=True."
             )
-        if self._runner.setup.options.verify != "fingerprint":
-            raise ConfigError(
-                f"This session was opened with verify={self._runner.setup.options.verify!r}, which keeps no "
-                f"fingerprints. Open it with verify='fingerprint'."
-            )
-        return {} if self._offer is None else self._kept.versions(self._offer)
+        deadline = Deadline.after(timeout or self._runner.setup.timeout)
+        holder = holder or threading.current_thread().name
+        return self._runner.leases.take(holder, deadline, version=version, in_flight=in_flight)
 
     # -- what is going on ---------------------------------------------------------------------------------------------
 

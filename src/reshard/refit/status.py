@@ -48,6 +48,9 @@ class MemberStatus:
     error: str = ""
     """The last refit's error, until one completes."""
 
+    held_by: tuple[str, ...] = ()
+    """Holders of leases that its commit waits for."""
+
     waiting_for: tuple[str, ...] = ()
     """Members that have not come as far; not said by the member, but found by comparing all."""
 
@@ -64,6 +67,8 @@ class MemberStatus:
 
 _ORDER = ("not here yet", "closed", *(phase.value for phase in Phase if phase is not Phase.CLOSED))
 """Phases as far as they have come."""
+_WAITS = ("gathering", "planning", "moving", "landed", "draining", "confirming")
+"""Phases of a refit in which a member waits for others."""
 
 
 def write_status(store: dist.Store, status: MemberStatus) -> None:
@@ -84,7 +89,11 @@ def read_status(store: dist.Store) -> tuple[MemberStatus, ...]:
             key = f"status/{world}/{rank}"
             if store.check([key]):
                 data = json.loads(store.get(key))
-                members.append(MemberStatus(**{**data, "to": tuple(data["to"]), "waiting_for": ()}))
+                members.append(
+                    MemberStatus(
+                        **{**data, "to": tuple(data["to"]), "held_by": tuple(data["held_by"]), "waiting_for": ()}
+                    )
+                )
             else:
                 members.append(MemberStatus(world, rank))
     return compare(members)
@@ -102,14 +111,16 @@ def compare(members: Sequence[MemberStatus]) -> tuple[MemberStatus, ...]:
     for member in members:
         slow: list[str] = []
         if member.phase == "meeting":
-            slow = [m.name for m in members if m.phase != "meeting"]
-        elif member.target is not None and member.phase in ("gathering", "moving", "landed", "confirming", "planning"):
+            worlds = {*(member.to or (m.world for m in members)), *(m.world for m in members if m.role == "source")}
+            slow = [m.name for m in members if m.phase != "meeting" and m.world in worlds]
+        elif member.target is not None and member.phase in _WAITS:
             worlds = {*member.to, *(m.world for m in members if m.role == "source")}
             slow = [
                 m.name
                 for m in members
                 if m.world in worlds and (m.target != member.target or _behind(m.phase, member.phase))
             ]
+        slow += [f"lease of {holder}" for holder in member.held_by]
         result.append(
             MemberStatus(**{**asdict(member), "waiting_for": tuple(slow), "not_ready": _why_not_ready(member, newest)})
         )

@@ -62,6 +62,7 @@ def error_for_caller(error: Exception, place: Place, state: State, *, began: boo
     for text in _OF_ONE_GROUP:
         message = message.replace(text, "")
     message = re.sub(r"(?<!\.)\.\.(?!\.)", ".", message)  # a sentence that ends with what another rank said
+    message += "" if message.endswith((".", "!", "?")) else "."
     if place.phase is not Phase.PLANNING or isinstance(error, PeerError | TransportError):
         message = with_names(message, place.members)
     facts: dict[str, Any] = {**error.facts, "session": place.session, "phase": place.phase.value}

@@ -9,7 +9,8 @@ from reshard.testing.processes import RankContext, threads
 from reshard.transports.base import Deadline
 from reshard.transports.memory import MemoryTransport
 from reshard.transports.operations import Link
-from reshard.transports.program import Program, staging_need
+from reshard.transports.program import Program
+from reshard.transports.staging import staging_need
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def run_plan(
     schedule: Schedule | None = None,
     staging_nbytes: int = 1 << 20,
     verify: Verify = "none",
+    casts: Mapping[str, str] | None = None,
     runs: int = 1,
     after_run: Callable[[int], None] | None = None,
     timeout: float = 60.0,
@@ -42,6 +44,7 @@ def run_plan(
         schedule: The plan's schedule; made with ``staging_nbytes`` if not given.
         staging_nbytes: The most staging for a rank.
         verify: What is compared after the bytes have landed.
+        casts: As ``Program``: the tensors whose memory has another dtype than the plan.
         runs: How often the same programs run.
         after_run: Called on each rank's thread after each of its runs, with the rank.
         timeout: Seconds for all of it.
@@ -61,7 +64,7 @@ def run_plan(
         rank = busy[context.rank]
         mine = world[rank]
         links = {peer: Link(mine, peer) for peer in sorted(peers[rank])}
-        need = staging_need(schedule, rank, links, verify=verify)
+        need = staging_need(schedule, rank, links, verify=verify, casts=casts)
         arena = mine.staging(need.send_nbytes + need.receive_nbytes)
         program = Program(
             schedule,
@@ -72,6 +75,7 @@ def run_plan(
             send_arena=arena[: need.send_nbytes],
             receive_arena=arena[need.send_nbytes :],
             verify=verify,
+            casts=casts,
         )
         for _ in range(runs):
             program.run(Deadline(timeout))

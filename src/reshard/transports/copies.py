@@ -1,44 +1,215 @@
-"""Copies: pairs of views of equal shape over the memory on either side of a copy, found once and copied many times."""
+"""Copies: pairs of views of equal shape over the memory on either side of a copy, found once and copied many times.
+
+Bits are copied as words. Where memory has another dtype than the wire the copy casts, as ``tensor.to(dtype)`` does.
+"""
 
 from __future__ import annotations
 
+import threading
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from reshard.errors import BindingError
-from reshard.transports.views import BoundMemory, Region, aligned_word
+from reshard.transports.views import BoundMemory, Region, aligned_word, copy_all, values, words
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-    import torch
-
     from reshard.layouts.box import Box
-    from reshard.transports.operations import Copies
+    from reshard.layouts.piece import TensorSpec
+
+Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
+"""Targets and sources."""
+
+_SCRATCH_NUMEL = 1 << 18
+"""Elements that a cast in two steps takes at a time: they stay in the cache, and are no staging to speak of."""
+
+
+class Scratch(threading.local):
+    """Memory for a moment, one piece a thread: on a CPU, new memory costs more than to fill it."""
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, nbytes: int, device: torch.device) -> torch.Tensor:
+        """uint8 ``[nbytes]``, until the next call of this thread."""
+        if device.type != "cpu":
+            return torch.empty(nbytes, dtype=torch.uint8, device=device)
+        if self._buffer.numel() < nbytes:
+            self._buffer = torch.empty(nbytes, dtype=torch.uint8)
+        return self._buffer[:nbytes]
+
+
+_SCRATCH = Scratch()
+
+
+@dataclass(eq=False)
+class Copies:
+    """Copies that are made together."""
+
+    bits: Pairs = field(default_factory=lambda: ([], []))
+    """Words of equal shape."""
+
+    casts: Pairs = field(default_factory=lambda: ([], []))
+    """Values of equal shape and different dtypes."""
+
+    stepwise: list[_Stepwise] = field(default_factory=list)
+    """Casts that torch has no fast kernel for, or none at all."""
+
+    nbytes: int = 0
+    """As they travel."""
+
+    def __bool__(self) -> bool:
+        return bool(self.bits[0] or self.casts[0] or self.stepwise)
+
+    def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy words."""
+        self.bits[0].append(target)
+        self.bits[1].append(source)
+        self.nbytes += target.numel() * target.element_size()
+
+    def add_cast(self, memory: torch.Tensor, wire: torch.Tensor, dtype: torch.dtype, *, pack: bool) -> None:
+        """Cast from memory to the wire's form, or the other way.
+
+        Args:
+            memory: The elements where they have a dtype of their own.
+            wire: The same in the dtype in which they travel; as bytes (one more dim) where its place is not aligned.
+            dtype: That dtype.
+            pack: Whether the wire's form is the target.
+        """
+        self.nbytes += memory.numel() * dtype.itemsize
+        if wire.dtype is dtype and _run_alike(memory, wire):
+            self.casts[0].append(wire if pack else memory)
+            self.casts[1].append(memory if pack else wire)
+            return
+        wire = _words_of(wire) if wire.dtype is dtype else wire
+        self.stepwise += [_Stepwise(some, bits, dtype, pack) for some, bits in _portions(memory, wire)]
+
+
+def carry_out(copies: Copies) -> None:
+    """Make the copies, in as few calls as torch allows."""
+    copy_all(*copies.bits)
+    copy_all(*copies.casts)
+    for step in copies.stepwise:
+        step.copy()
+
+
+@dataclass(frozen=True, eq=False)
+class _Stepwise:
+    """A cast in two steps: between the dtypes in the memory's order, and as words to or from where the bits lie."""
+
+    memory: torch.Tensor
+    wire: torch.Tensor
+    """As words."""
+
+    dtype: torch.dtype
+    pack: bool
+
+    def copy(self) -> None:
+        nbytes = self.memory.numel() * self.dtype.itemsize
+        buffer = _SCRATCH.take(nbytes, self.memory.device)
+        strides = _dense_strides(self.memory)
+        cast = values(buffer.untyped_storage(), 0, self.memory.shape, strides, self.dtype)
+        bits = words(
+            buffer.untyped_storage(), 0, self.memory.shape, strides, cast.element_size(), self.wire.element_size()
+        )
+        if self.pack:
+            cast.copy_(self.memory)
+            self.wire.copy_(bits)
+        else:
+            bits.copy_(self.wire)
+            self.memory.copy_(cast)
+
+
+def _dense_strides(view: torch.Tensor) -> tuple[int, ...]:
+    """Strides without gaps in the order of the view's own, so that a cast between the two is fast."""
+    strides, step = [0] * view.dim(), 1
+    for dim in sorted(range(view.dim()), key=lambda dim: (view.stride(dim), -dim)):
+        strides[dim] = step
+        step *= view.shape[dim]
+    return tuple(strides)
+
+
+def _run_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two views of one shape are walked fastest along the same dim: torch casts slowly otherwise."""
+    dims = [dim for dim, size in enumerate(a.shape) if size > 1]
+    if not dims:
+        return True
+    fastest = min(reversed(dims), key=a.stride)
+    return b.stride(fastest) == min(map(b.stride, dims))
+
+
+def _portions(memory: torch.Tensor, wire: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both views in parts of few elements, cut where the memory's are far apart."""
+    if memory.numel() <= _SCRATCH_NUMEL:
+        yield memory, wire
+        return
+    dim = max((dim for dim, size in enumerate(memory.shape) if size > 1), key=memory.stride)
+    half = memory.shape[dim] // 2
+    for start, size in ((0, half), (half, memory.shape[dim] - half)):
+        yield from _portions(memory.narrow(dim, start, size), wire.narrow(dim, start, size))
+
+
+def _words_of(view: torch.Tensor, word: int | None = None) -> torch.Tensor:
+    itemsize = view.element_size()
+    at = int(view.storage_offset()) * itemsize
+    return words(view.untyped_storage(), at, tuple(view.shape), tuple(view.stride()), itemsize, word)
 
 
 def wire_copies(placed: Sequence[tuple[Box, int, Region]], wire: torch.Tensor, base: int, *, pack: bool) -> Copies:
     """Copies between regions and a bucket that begins at byte ``base`` of the wire memory's storage."""
     storage = wire.untyped_storage()
-    targets: list[torch.Tensor] = []
-    sources: list[torch.Tensor] = []
+    copies = Copies()
     for outer, offset, region in placed:
-        local, remote = region.pair(outer, storage, base + offset)
-        targets.append(remote if pack else local)
-        sources.append(local if pack else remote)
-    return targets, sources
+        at, strides = region.inside(outer, base + offset)
+        itemsize = region.wire_itemsize
+        if region.cast is None:
+            word = min(aligned_word(itemsize, region.offset_nbytes), aligned_word(itemsize, at))
+            local, remote = region.words(word), words(storage, at, region.shape, strides, itemsize, word)
+            copies.add(*((remote, local) if pack else (local, remote)))
+        elif at % itemsize == 0:
+            remote = values(storage, at, region.shape, strides, region.cast)
+            copies.add_cast(region.values(), remote, region.cast, pack=pack)
+        else:
+            remote = words(storage, at, region.shape, strides, itemsize, aligned_word(itemsize, at))
+            copies.add_cast(region.values(), remote, region.cast, pack=pack)
+    return copies
 
 
-def common_regions(name: str, box: Box, a: BoundMemory, b: BoundMemory) -> Iterator[tuple[Region, Region]]:
+def common_regions(spec: TensorSpec, box: Box, a: BoundMemory, b: BoundMemory) -> Iterator[tuple[Region, Region]]:
     """Regions of two memories that hold the same boxes and together what both hold of ``box``."""
-    for mine in a.regions(name, box):
-        for theirs in b.regions(name, mine.box):
+    for mine in a.regions(spec, box):
+        for theirs in b.regions(spec, mine.box):
             if theirs.box == mine.box:
                 yield mine, theirs
             else:
-                yield from common_regions(name, theirs.box, a, b)
+                yield from common_regions(spec, theirs.box, a, b)
 
 
-def same_shape(want: Region, have: Region) -> tuple[torch.Tensor, torch.Tensor]:
+def add_local(copies: Copies, want: Region, have: Region) -> None:
+    """Add the copy between two regions of one box, unless they are the same memory.
+
+    Raises:
+        BindingError: The two shapes cut one dim in ways that no common grid refines.
+    """
+    assert want.cast is None or have.cast is None, "what travels has the dtype of one of its sides"
+    if want.cast is None and have.cast is None:
+        target, source = _same_shape(want, have)
+        if target.data_ptr() != source.data_ptr() or target.stride() != source.stride():
+            copies.add(target, source)
+        return
+    target, source = want.values(), have.values()
+    if target.shape != source.shape:
+        target, source = _refined(target, source)
+    if have.cast is not None:
+        copies.add_cast(source, target, have.cast, pack=True)
+    elif want.cast is not None:
+        copies.add_cast(target, source, want.cast, pack=False)
+
+
+def _same_shape(want: Region, have: Region) -> tuple[torch.Tensor, torch.Tensor]:
     """Views of two regions of one box as words of equal size and shape."""
     word = min(aligned_word(want.itemsize, want.offset_nbytes), aligned_word(have.itemsize, have.offset_nbytes))
     a, b = want.words(word), have.words(word)

@@ -14,12 +14,11 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 from reshard.errors import TransportError
-from reshard.transports.copies import wire_copies
+from reshard.transports.copies import carry_out, wire_copies
 from reshard.transports.operations import Receive, Send, due_of, key_of
-from reshard.transports.views import copy_all
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from reshard.schedule.schedule import Schedule
     from reshard.transports.base import Deadline, Ticket, Transport
@@ -36,19 +35,29 @@ class Mover:
         schedule: What they are part of.
         order: The operations, in the order in which they are carried out where each waits for its turn.
         in_batches: Whether the transports want the posts of a round together.
+        early_rounds: How many rounds before its own a send may come in that order.
         account: Where it says what it has done.
+        packed: Called with each send whose slot was just filled.
     """
 
     def __init__(
-        self, schedule: Schedule, order: Sequence[Send | Receive], *, in_batches: bool, account: Account
+        self,
+        schedule: Schedule,
+        order: Sequence[Send | Receive],
+        *,
+        in_batches: bool,
+        early_rounds: int,
+        account: Account,
+        packed: Callable[[Send], None] | None = None,
     ) -> None:
         self._schedule = schedule
         self._order = order
         self._receives = [op for op in order if isinstance(op, Receive)]
-        self._early_rounds = 0 if in_batches else schedule.early_rounds
+        self._early_rounds = early_rounds
         self._wants_batches = in_batches
         self._watched = None if in_batches else self._one_that_watches()
         self.account = account
+        self._packed = packed
 
     def _one_that_watches(self) -> Transport | None:
         """The one transport of all operations, if it tells what is done first, and nothing has to be packed.
@@ -227,9 +236,11 @@ class Mover:
         if op.slot is not None and op.pack is not None:
             self._drain(op.slot, deadline)
             began = time.perf_counter()
-            copy_all(*op.pack)
+            carry_out(op.pack)
             if self.account.recorder is not None:
                 self.account.recorder.note("pack", began, op.payload.numel(), None, op.due[0])
+            if self._packed is not None:
+                self._packed(op)
 
     def _drain(self, slot: Slot | None, deadline: Deadline) -> None:
         """Wait until nobody reads a slot any more."""
@@ -264,7 +275,7 @@ class Mover:
             if at not in op.shown:
                 op.shown[at] = wire_copies(op.regions, shown, int(shown.storage_offset()), pack=False)
             began = time.perf_counter()
-            copy_all(*op.shown[at])
+            carry_out(op.shown[at])
             if self.account.recorder is not None:
                 self.account.recorder.note("unpack", began, op.nbytes, None, op.when[0])
         transport.release(ticket)

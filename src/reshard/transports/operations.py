@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-import torch
-
 if TYPE_CHECKING:
+    import torch
+
     from reshard.layouts.box import Box
     from reshard.schedule.bucket import Bucket
     from reshard.transports.base import Ticket, Transport
+    from reshard.transports.copies import Copies
     from reshard.transports.recorder import Recorder
     from reshard.transports.views import Region
 
@@ -25,9 +26,6 @@ class Link:
 
 When = tuple[int, int]
 """A step of a round."""
-
-Copies = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets and sources, as words of equal shape."""
 
 
 @dataclass(eq=False)
@@ -50,7 +48,8 @@ class Send:
     bucket: Bucket
     slot: Slot | None
     pack: Copies | None
-    """What to copy into the slot first; None where the payload is the weights themselves or the slot holds it."""
+    """What to copy into the slot first, cast on the way if need be; None where the payload is the weights themselves or
+    the slot holds it."""
 
     due: When
     """Its round and step."""

@@ -12,7 +12,11 @@ What gloo does, and what follows from it (torch 2.13):
   every peer that waits for this rank. `ProcessGroupGloo.abort()` does nothing, so `abort` makes a receive time out.
 - `Work.is_completed()` can be wrong, so only `Work.wait` is asked; to learn which of many messages is done first, a
   thread for each pair waits.
-- A peer that dies closes its connections: waits for it fail within milliseconds, other pairs go on.
+- A peer that dies, or ends its epoch, closes its connections; other pairs go on. Waits for messages of which no byte
+  has moved then fail within milliseconds. But a message that was under way, half written or half read, is forgotten
+  (`Pair::signalException` passes over those of `tx_` and `rx_`): its wait lasts until it times out. So no wait is made
+  here in the caller's thread. While nothing comes, the caller looks from time to time whether the pair takes another
+  post; one that was closed refuses it.
 
 CUDA: **no GPU has run this.** The code follows what torch's own `batch_isend_irecv` does: posts inside `batch` are one
 NCCL group; `wait` orders the current stream behind the communication and does not block the host, so a deadline can
@@ -41,18 +45,27 @@ if TYPE_CHECKING:
 
 _TAG = 7341
 """Keeps our messages apart from others on the same gloo group; the next tag is never sent, see `abort`."""
+_LOOK_TAG = _TAG + 2  # sent to see whether a pair is closed, and never received
 _SHORTEST_WAIT = timedelta(milliseconds=1)  # gloo reads 0 as "no timeout"
 _WATCHED_LONGER = timedelta(seconds=5)
+_LOOK_SECONDS = 0.25
+"""How long nothing comes before the pairs are looked at. Each look leaves some 40 bytes at both ends of a pair."""
+_LAST_LOOK_SECONDS = 0.1
+"""Once the deadline has expired: for a thread to tell of what is done already."""
+_TURN_SECONDS = 0.5
+"""How long a thread may take, on a busy machine, to tell of what was done before its pair was closed: a peer that has
+sent all and left is not lost."""
 
 
 class _P2PTicket(Ticket):
-    __slots__ = ("memory", "shown", "work")
+    __slots__ = ("is_watched", "memory", "shown", "work")
 
     def __init__(self, peer: int, nbytes: int, sequence: int, memory: torch.Tensor, *, is_send: bool) -> None:
         super().__init__(peer, nbytes, sequence, is_send=is_send)
         self.memory = memory  # what the library reads or writes: must outlive the work
         self.shown: torch.Tensor | None = None
         self.work: dist.Work | None = None
+        self.is_watched = False
 
 
 class TorchP2PTransport(Transport):
@@ -90,6 +103,8 @@ class TorchP2PTransport(Transport):
         self._ending = threading.Lock()
         self.watches = not self._is_cuda
         self._arrivals: Arrivals[_P2PTicket] = Arrivals()
+        self._waited_for: dict[int, _P2PTicket] = {}
+        self._landed: list[Ticket] = []
 
     def why_not(self, peer: int) -> str | None:
         if peer == self.rank:
@@ -159,36 +174,80 @@ class TorchP2PTransport(Transport):
             self._usable(ticket.peer)
             if ticket.work is None:
                 raise ConfigError(f"Rank {self.rank} (torch_p2p): {ticket!r} is waited for inside its own batch.")
-            try:
-                if self._is_cuda:
+            if self._is_cuda:
+                try:
                     ticket.work.wait()
-                else:
-                    ticket.work.wait(max(_SHORTEST_WAIT, timedelta(seconds=deadline.remaining())))
-            except RuntimeError as error:
-                self._fail(ticket.peer, repr(ticket), error, deadline)
-            ticket.done = True
-            ticket.work = None
-            del self._open[id(ticket)]
+                except RuntimeError as error:
+                    if "imed out" in str(error):
+                        self._expire(ticket, deadline)
+                    self._fail(ticket.peer, repr(ticket), error)
+                self._done(ticket)
+            else:
+                self._wait_for(ticket, deadline)
+                while not ticket.done:
+                    if not self._take(deadline) and deadline.expired:
+                        self._expire(ticket, deadline)
         return ticket.shown
 
     def watch(self, ticket: Ticket, deadline: Deadline) -> None:
         assert isinstance(ticket, _P2PTicket)
-        assert ticket.work is not None
-        # `landed` looks at the deadline itself; a thread that gave up first would name whoever it waits for
-        last = timedelta(seconds=deadline.remaining()) + _WATCHED_LONGER
-        self._arrivals.watch((ticket.peer, ticket.is_send), ticket, partial(ticket.work.wait, last))
+        self._wait_for(ticket, deadline)
+        ticket.is_watched = True
 
     def landed(self, deadline: Deadline) -> list[Ticket]:
         self._usable(None)
-        tickets: list[Ticket] = []
-        for ticket, error in self._arrivals.next(deadline.remaining()):
-            if error is not None:
-                self._fail(ticket.peer, repr(ticket), error, deadline)
-            ticket.done = True
-            ticket.work = None
-            del self._open[id(ticket)]
-            tickets.append(ticket)
-        return tickets
+        while not self._landed and (self._take(deadline) or not deadline.expired):
+            pass
+        landed, self._landed = self._landed, []
+        return landed
+
+    def _wait_for(self, ticket: _P2PTicket, deadline: Deadline) -> None:
+        """Let a thread wait for a ticket."""
+        if id(ticket) not in self._waited_for:
+            assert ticket.work is not None
+            self._waited_for[id(ticket)] = ticket
+            # The caller looks at the deadline; a thread that gave up first would name whoever it waits for.
+            last = timedelta(seconds=deadline.remaining()) + _WATCHED_LONGER
+            self._arrivals.watch((ticket.peer, ticket.is_send), ticket, partial(ticket.work.wait, last))
+
+    def _take(self, deadline: Deadline) -> bool:
+        """Take note of what is done by now; waits a while for the first, and looks after the pairs if nothing comes."""
+        found = self._arrivals.next(max(_LAST_LOOK_SECONDS, min(deadline.remaining(), _LOOK_SECONDS)))
+        if not found:
+            self._usable(None)  # an abort in another thread
+            lost = self._find_lost()
+            if lost is not None:
+                found = self._arrivals.next(_TURN_SECONDS)  # what was done before the pair was closed
+                if not found:
+                    ticket, error = lost
+                    self._fail(ticket.peer, repr(ticket), error)
+        for ticket, failure in found:
+            if failure is not None:
+                self._fail(ticket.peer, repr(ticket), failure)
+            self._done(ticket)
+            if ticket.is_watched:
+                self._landed.append(ticket)
+        return bool(found)
+
+    def _find_lost(self) -> tuple[_P2PTicket, RuntimeError] | None:
+        """The first ticket waited for whose pair is closed, with what gloo says of that."""
+        group = self._usable(None)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        seen: set[int] = set()
+        for ticket in self._waited_for.values():
+            if ticket.peer not in seen:
+                seen.add(ticket.peer)
+                try:
+                    group.send([nothing], ticket.peer, _LOOK_TAG)
+                except RuntimeError as error:
+                    return ticket, error
+        return None
+
+    def _done(self, ticket: _P2PTicket) -> None:
+        ticket.done = True
+        ticket.work = None
+        self._waited_for.pop(id(ticket), None)
+        del self._open[id(ticket)]
 
     def release(self, ticket: Ticket) -> None:
         """Mark the receive as read; nothing travels back, so a sender learns nothing from it."""
@@ -228,6 +287,7 @@ class TorchP2PTransport(Transport):
         self._arrivals.close()
         self._arena = None
         self._open.clear()
+        self._waited_for.clear()
 
     def _carrier(self, memory: torch.Tensor) -> torch.Tensor:
         # NCCL is not asked to move nothing: a token travels as one byte there.
@@ -248,7 +308,7 @@ class TorchP2PTransport(Transport):
             call = group.send if ticket.is_send else group.recv
             ticket.work = call([ticket.memory], ticket.peer, _TAG)
         except RuntimeError as error:
-            self._fail(ticket.peer, repr(ticket), error, None)
+            self._fail(ticket.peer, repr(ticket), error)
         self._open[id(ticket)] = ticket
 
     def _usable(self, peer: int | None) -> dist.ProcessGroup:
@@ -264,19 +324,20 @@ class TorchP2PTransport(Transport):
             raise TransportError(f"Rank {self.rank} (torch_p2p): {why}.", rank=self.rank, peer=peer)
         return group
 
-    def _fail(self, peer: int, what: str, error: RuntimeError, deadline: Deadline | None) -> NoReturn:
+    def _expire(self, ticket: _P2PTicket, deadline: Deadline) -> NoReturn:
+        peer = ticket.peer
+        self._end(f"waited {deadline.seconds:g} s for rank {peer} in vain", peer)
+        raise RefitTimeout(
+            f"Rank {self.rank} (torch_p2p) waited {deadline.seconds:g} s for rank {peer} in vain: {ticket!r}. "
+            "The group's connections are closed; make a new group before the next try.",
+            rank=self.rank,
+            peer=peer,
+        )
+
+    def _fail(self, peer: int, what: str, error: RuntimeError) -> NoReturn:
         """Turn what the library raised into one of our errors, and end the epoch."""
         self._usable(peer)  # an abort in another thread comes out of the library as a closed pair
         text = str(error).split("] ")[-1].split(". ")[0]
-        timed_out = "imed out" in str(error)
-        if timed_out and deadline is not None:
-            self._end(f"waited {deadline.seconds:g} s for rank {peer} in vain", peer)
-            raise RefitTimeout(
-                f"Rank {self.rank} (torch_p2p) waited {deadline.seconds:g} s for rank {peer} in vain: {what}. "
-                "The group's connections are closed; make a new group before the next try.",
-                rank=self.rank,
-                peer=peer,
-            ) from error
         self._end(f"lost rank {peer}", peer)
         raise TransportError(
             f"Rank {self.rank} (torch_p2p) lost rank {peer}: {what}: {text}. Rank {peer} died, aborted, or closed its "
@@ -301,3 +362,4 @@ class TorchP2PTransport(Transport):
                 # The first pair that is still open times out, and with it gloo closes all pairs of this process.
                 with contextlib.suppress(RuntimeError):
                     group.recv([never_sent], other, _TAG + 1).wait(_SHORTEST_WAIT)
+        self._arrivals.wake()

@@ -8,6 +8,9 @@ takes a part of a word counts that part: so the fingerprints of any boxes that m
 The number of a place is ``row(r) * block(c >> 16) * column(c & 0xffff)`` of its row and the word ``c`` in it, all three
 odd: no single change can cancel. As a product it need not be made for every word: a row of 2**16 words or fewer is one
 dot product with the same numbers, which is what makes it cheap.
+
+Memory of another dtype than its tensor travels in is cast as it is summed, some rows at a time. Of a NaN a cast keeps
+that it is one and not its bits (which these are differs between torch's own kernels), so there all NaNs count as one.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from reshard.layouts.box import Box
+from reshard.transports.copies import Scratch, carry_out, wire_copies
 from reshard.transports.views import Region, contiguous_strides, words
 
 if TYPE_CHECKING:
@@ -32,6 +36,11 @@ VERIFY: tuple[Verify, ...] = ("none", "sum", "fingerprint")
 
 _CHUNK_WORDS = 1 << 16
 """Words taken at a time: small enough that the temporaries stay in the cache."""
+
+_PACKED_NBYTES = 1 << 20
+"""Bytes packed at a time: so many that finding their places takes no time to speak of, and few enough for the cache."""
+
+_SCRATCH = Scratch()
 
 _BLOCK_BITS = 16
 """A block of a row is 2**16 words."""
@@ -59,17 +68,25 @@ def tensor_word(spec: TensorSpec) -> int:
     return gcd(4, (spec.shape[-1] if spec.shape else 1) * spec.itemsize)
 
 
-def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify) -> torch.Tensor:
+def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, cast: bool = False) -> torch.Tensor:
     """The sum over the elements of ``box`` that lie in ``memory``, an int64 scalar on their device.
 
     Where the memory's own runs are not whole words (interleaved rows, a box in two pieces), some rows at a time are
     packed first, so that the words are those of the box, or of the tensor.
+
+    Args:
+        box: What is summed.
+        spec: Its tensor, in the dtype in which it travels: the sum is of these bits.
+        memory: Where it lies, in that dtype or in one that is cast to it.
+        kind: ``"sum"`` or ``"fingerprint"``.
+        cast: Whether the tensor is cast here or elsewhere, so that all NaNs count as one.
     """
     word = word_of(box, spec) if kind == "sum" else tensor_word(spec)
-    regions = list(memory.regions(spec.name, box))
+    regions = list(memory.regions(spec, box))
     total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device if regions else None)
-    whole_words = all(_fits(region, spec, word) for region in regions)
-    parts = regions if whole_words else (_packed(rows, spec, memory, word) for rows in _some_rows(box, spec))
+    cast = cast or any(region.cast is not None for region in regions)
+    as_they_are = all(_fits(region, spec, word) and not (cast and _may_hold_nan(region)) for region in regions)
+    parts = regions if as_they_are else _packed(box, spec, memory, word, cast)
     for region in parts:
         total += _plain_sum(region, word) if kind == "sum" else _mixed_sum(region, spec, word)
     return total
@@ -77,6 +94,8 @@ def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify) -> to
 
 def _fits(region: Region, spec: TensorSpec, word: int) -> bool:
     """Whether a region can be read as words of its tensor where it lies."""
+    if region.cast is not None:
+        return False
     edges = (region.box.start[-1], region.box.stop[-1], region.shape[-1]) if region.box.shape else ()
     return all(edge * spec.itemsize % word == 0 for edge in edges) and _as_rows(region, word) is not None
 
@@ -84,21 +103,34 @@ def _fits(region: Region, spec: TensorSpec, word: int) -> bool:
 def _some_rows(box: Box, spec: TensorSpec) -> Iterator[Box]:
     """The rows (last dim) of a box, some at a time, in boxes."""
     row = box.shape[-1] if box.shape else 1
-    step = max(1, 8 * _CHUNK_WORDS // (row * spec.itemsize)) * row
+    step = max(1, _PACKED_NBYTES // (row * spec.itemsize)) * row
     for at in range(0, box.numel, step):
         yield from box.linear_range(at, min(at + step, box.numel))
 
 
-def _packed(box: Box, spec: TensorSpec, memory: BoundMemory, word: int) -> Region:
-    """The elements of ``box``, copied into memory of their own in C order, with zeros up to whole words of a row."""
-    regions = list(memory.regions(spec.name, box))
-    wide = _in_whole_words(box, spec, word)
-    device = regions[0].storage.device if regions else None
-    storage = torch.zeros(wide.numel * spec.itemsize, dtype=torch.uint8, device=device).untyped_storage()
-    for region in regions:
-        mine, packed = region.pair(wide, storage, 0)
-        packed.copy_(mine)
-    return Region(wide, storage, 0, wide.shape, contiguous_strides(wide.shape), spec.itemsize)
+def _packed(box: Box, spec: TensorSpec, memory: BoundMemory, word: int, cast: bool) -> Iterator[Region]:
+    """The elements of ``box`` as they travel, some rows at a time, in C order, with zeros up to whole words of a row.
+
+    Each part lies where the one before did. Where they are ``cast``, all NaNs have the same bits.
+    """
+    dtype: torch.dtype = getattr(torch, spec.dtype)
+    for rows in _some_rows(box, spec):
+        regions = list(memory.regions(spec, rows))
+        wide = _in_whole_words(rows, spec, word)
+        nbytes = wide.numel * spec.itemsize
+        buffer = _SCRATCH.take(nbytes, regions[0].storage.device if regions else torch.device("cpu"))
+        if wide != rows or sum(region.box.numel for region in regions) != rows.numel:
+            buffer.zero_()
+        carry_out(wire_copies([(wide, 0, region) for region in regions], buffer, 0, pack=True))
+        packed = Region(wide, buffer.untyped_storage(), 0, wide.shape, contiguous_strides(wide.shape), dtype)
+        if cast and _may_hold_nan(packed):
+            torch.nan_to_num_(packed.values(), nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
+        yield packed
+
+
+def _may_hold_nan(region: Region) -> bool:
+    """False only where no element is NaN. On a device nobody waits for the answer."""
+    return region.storage.device.type != "cpu" or bool(region.values().sum().isnan())
 
 
 def _in_whole_words(box: Box, spec: TensorSpec, word: int) -> Box:

@@ -1,7 +1,8 @@
 """This rank's memory as views of plain words, so that any dtype and any strides can be copied and compared bit by bit.
 
 Weights travel as bytes. A copy of words (int16 for bfloat16, and so on) moves every bit as it is, for every dtype torch
-has, where a copy of the dtype itself may be missing a kernel (packed 4-bit floats) or refuse (quantised integers).
+has, where a copy of the dtype itself may be missing a kernel (packed 4-bit floats) or refuse (quantised integers). Only
+memory of another floating-point dtype than its tensor travels in is seen as values, to be cast by the copy.
 """
 
 from __future__ import annotations
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
     from reshard.layouts.bound import BoundPiece
+    from reshard.layouts.piece import TensorSpec
+
+_FLOATS = {str(dtype)[6:]: dtype for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+"""What is cast where memory and wire differ; in every other dtype bits are bits."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -49,6 +54,20 @@ def words(
     stride = (*(s * per_item for s in strides), 1) if per_item > 1 else tuple(strides)
     empty = torch.empty(0, dtype=_WORDS[word], device=storage.device)
     return empty.set_(storage, offset_nbytes // word, size, stride)
+
+
+def values(
+    storage: torch.UntypedStorage,
+    offset_nbytes: int,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A strided region of a storage in a dtype, which its place must be aligned to."""
+    assert offset_nbytes % dtype.itemsize == 0
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(
+        storage, offset_nbytes // dtype.itemsize, tuple(shape), tuple(strides)
+    )
 
 
 def aligned_word(itemsize: int, offset_nbytes: int) -> int:
@@ -81,18 +100,26 @@ class BoundMemory:
                 )
             self._by_name.setdefault(bound.piece.name, []).append(bound)
 
-    def regions(self, name: str, box: Box) -> Iterator[Region]:
-        """Where the elements of ``box`` lie: its parts that this rank holds, each as one strided region."""
-        for bound in self._by_name.get(name, ()):
+    def regions(self, spec: TensorSpec, box: Box) -> Iterator[Region]:
+        """Where the elements of ``box`` lie: its parts that this rank holds, each as one strided region.
+
+        Args:
+            spec: The tensor, in the dtype in which it travels.
+            box: In its global coordinates.
+        """
+        wire = _FLOATS.get(spec.dtype)
+        for bound in self._by_name.get(spec.name, ()):
             shared = box.intersect(bound.piece.box)
             if shared is not None:
-                yield from _regions_of_piece(bound, shared)
+                dtype = bound.view.dtype
+                is_cast = wire is not None and dtype is not wire and dtype in _FLOATS.values()
+                yield from _regions_of_piece(bound, shared, wire if is_cast else None)
 
 
 class Region:
     """A box of a tensor in this rank's memory: a strided region that may have more dims than the box."""
 
-    __slots__ = ("box", "itemsize", "offset_nbytes", "shape", "storage", "strides")
+    __slots__ = ("box", "cast", "dtype", "offset_nbytes", "shape", "storage", "strides")
 
     def __init__(
         self,
@@ -101,18 +128,32 @@ class Region:
         offset_nbytes: int,
         shape: tuple[int, ...],
         strides: tuple[int, ...],
-        itemsize: int,
+        dtype: torch.dtype,
+        cast: torch.dtype | None = None,
     ) -> None:
         self.box = box
         self.storage = storage
         self.offset_nbytes = offset_nbytes
         self.shape = shape
         self.strides = strides
-        self.itemsize = itemsize
+        self.dtype = dtype
+        self.cast = cast
+        """The dtype in which its elements travel, where that is another one; None where they travel as they are."""
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element takes here."""
+        return self.dtype.itemsize
+
+    @property
+    def wire_itemsize(self) -> int:
+        """Bytes an element takes on the wire."""
+        return (self.cast or self.dtype).itemsize
 
     @property
     def nbytes(self) -> int:
-        return self.box.numel * self.itemsize
+        """Bytes on the wire."""
+        return self.box.numel * self.wire_itemsize
 
     @property
     def is_contiguous(self) -> bool:
@@ -127,11 +168,19 @@ class Region:
         """The region as words, shape ``self.shape`` (and one more dim where an element has several)."""
         return words(self.storage, self.offset_nbytes, self.shape, self.strides, self.itemsize, word)
 
-    def inside(self, outer: Box, storage: torch.UntypedStorage, offset_nbytes: int, word: int) -> torch.Tensor:
-        """The same elements where ``outer`` lies in C order at ``offset_nbytes`` of ``storage``, in this shape."""
+    def values(self) -> torch.Tensor:
+        """The region in its own dtype, shape ``self.shape``."""
+        return values(self.storage, self.offset_nbytes, self.shape, self.strides, self.dtype)
+
+    def inside(self, outer: Box, offset_nbytes: int) -> tuple[int, tuple[int, ...]]:
+        """Where the same elements lie on the wire, if ``outer`` lies there in C order from a byte of it.
+
+        Returns:
+            The byte of the first one, and strides in elements, for this region's shape.
+        """
         outer_strides = contiguous_strides(outer.shape)
         start = self.box.relative_to(outer.start).start
-        at = offset_nbytes + self.itemsize * sum(i * s for i, s in zip(start, outer_strides, strict=True))
+        at = offset_nbytes + self.wire_itemsize * sum(i * s for i, s in zip(start, outer_strides, strict=True))
         groups = refine(self.box.shape, self.shape)
         assert groups is not None
         strides = tuple(
@@ -139,18 +188,10 @@ class Region:
             for stride, group in zip(outer_strides, groups, strict=True)
             for inner in contiguous_strides(group)
         )
-        return words(storage, at, self.shape, strides, self.itemsize, word)
-
-    def pair(self, outer: Box, storage: torch.UntypedStorage, offset_nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(this region, the same elements on the wire) as words of equal size and shape."""
-        start = self.box.relative_to(outer.start).start
-        outer_strides = contiguous_strides(outer.shape)
-        at = offset_nbytes + self.itemsize * sum(i * s for i, s in zip(start, outer_strides, strict=True))
-        word = min(aligned_word(self.itemsize, self.offset_nbytes), aligned_word(self.itemsize, at))
-        return self.words(word), self.inside(outer, storage, offset_nbytes, word)
+        return at, strides
 
 
-def _regions_of_piece(bound: BoundPiece, box: Box) -> Iterator[Region]:
+def _regions_of_piece(bound: BoundPiece, box: Box, cast: torch.dtype | None) -> Iterator[Region]:
     view = bound.view
     storage, itemsize = view.untyped_storage(), view.element_size()
     origin, strides = view.storage_offset(), tuple(view.stride())
@@ -172,11 +213,11 @@ def _regions_of_piece(bound: BoundPiece, box: Box) -> Iterator[Region]:
         inner_start = tuple(i for _, _, run in combo for i in run.start)
         shape = tuple(n for _, _, run in combo for n in run.shape)
         offset = origin + sum(i * s for i, s in zip(inner_start, strides, strict=True))
-        yield Region(Box(start, stop), storage, offset * itemsize, shape, strides, itemsize)
+        yield Region(Box(start, stop), storage, offset * itemsize, shape, strides, view.dtype, cast)
 
 
 def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """Copy every source into its target, in as few calls as torch allows; nothing is allocated."""
+    """Copy every source into its target of the same shape, in as few calls as torch allows; nothing is allocated."""
     if len(targets) == 1:
         targets[0].copy_(sources[0])
     elif targets:
@@ -184,8 +225,8 @@ def copy_all(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
 
 
 def merged_run(regions: Sequence[Region]) -> torch.Tensor | None:
-    """The one contiguous stretch of memory (uint8) that the regions are, in this order; None where they are not."""
-    if not regions:
+    """The one contiguous stretch of memory (uint8) that the regions are as they travel; None where they are not."""
+    if not regions or any(region.cast is not None for region in regions):
         return None
     first = regions[0]
     at = first.offset_nbytes
