@@ -1,15 +1,13 @@
-"""New weights into a live vLLM engine, three ways in one run: the plug-in, full tensors, and a checkpoint folder.
+"""New weights for a live vLLM server, four ways by turns in one run: time, standstill, memory, answers.
 
-Run it with the Python of ``make venv-vllm``: ``.venv-vllm/bin/python benchmarks/vllm_refit.py`` (``--tp 2``,
-``--model FOLDER``). A trainer of two FSDP2 processes has the weights.
+A trainer of two FSDP2 processes has the weights (SmolLM2-135M of the demo, unless ``--model`` names a folder):
 
-- ``plug-in``: every rank of the engine takes its own pieces, beside the weights that serve, and installs them.
-- ``full tensors``: each tensor is gathered, sent whole to every rank, and goes through the model's ``load_weights``.
-- ``checkpoint``: the trainer gathers and writes a folder, and the engine runs vLLM's own ``reload_weights``.
+  reshard                  every worker takes its own pieces beside the weights that serve, then installs them
+  full tensors, packed     vLLM's own NCCL backend, both sides, gloo in the place of NCCL's communicator:
+  full tensors, one by one   each tensor is gathered, broadcast and loaded, while the server stands still
+  checkpoint folder        the trainer gathers and saves a folder, and the server runs vLLM's reload_weights
 
-For each way the median of some refits: seconds from a finished training step to new weights in the engine, of these
-the seconds in which the engine can answer nothing, bytes sent, and the most memory that a worker and the trainer's
-first rank took besides what they had.
+Run it with the Python of ``make venv-vllm``: ``.venv-vllm/bin/python benchmarks/vllm_refit.py``; it takes some minutes.
 """
 
 from __future__ import annotations
@@ -17,216 +15,191 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
+import socket
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.request import urlopen
 
 import torch.distributed as dist
+from vllm_ways import PLUGIN, WAYS, train
 
 import reshard
 from reshard.demo.checkpoint import cache_folder, packaged_checkpoint
 from reshard.testing.processes import ProcessPool
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Iterator, Sequence
 
-WAYS = ("plug-in", "full tensors", "checkpoint")
-TIMEOUT = timedelta(seconds=180)
+HERE = Path(__file__).parent
+START_SECONDS = 300
+SMOKE = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 2,
+    "vocab_size": 512,
+    "tie_word_embeddings": True,
+}
 
 
-def train(ctx: Any, address: str, port: int, expect: dict[str, int], model: str, refits: int) -> list[dict[str, Any]]:
-    """The trainer: for each way, change the weights and hand them over, ``refits`` times."""
-    import torch
-
-    from reshard.demo.checkpoint import Checkpoint
-    from reshard.demo.trainer import Trainer
-    from reshard.demo.worlds import SourceWorld
-
-    torch.set_num_threads(1)
-    store = dist.PrefixStore("trainer", ctx.store)
-    dist.init_process_group("gloo", store=store, rank=ctx.rank, world_size=ctx.size, timeout=TIMEOUT)
-    told = dist.TCPStore("127.0.0.1", port, timeout=TIMEOUT)
+@contextmanager
+def served(model: Path, tp: int, log: Path) -> Iterator[str]:
+    """A vLLM server of a model, which ends with the block; its URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", "bfloat16"]
+    command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--max-model-len", "128"]
+    command += ["--max-num-seqs", "2", "--worker-extension-cls", "vllm_worker.Extension"]
+    command += ["--weight-transfer-config", '{"backend": "reshard"}']
+    cores = len(os.sched_getaffinity(0))
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parent / "src"), os.environ.get("PYTHONPATH", "")]),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp)),
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
+    with log.open("wb") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment, start_new_session=True)
     try:
-        trainer = Trainer(Checkpoint.open(Path(model)), SourceWorld(ctx.size))
-        rows: list[dict[str, Any]] = []
-        for way in WAYS:
-            hand_over = _by_folder(ctx.rank, told) if way == "checkpoint" else _by_session(ctx, address, expect, way)
-            for version in range(refits):
-                with torch.no_grad():
-                    for held in trainer.held():
-                        held.local.mul_(1.001)  # stands for a training step
-                had = _reset_peak()
-                row = hand_over(trainer.model, version)
-                rows.append({"way": way, "trainer_nbytes": _status("VmHWM") - had, **row})
-        return rows
+        expiry = time.monotonic() + START_SECONDS
+        while process.poll() is None and time.monotonic() < expiry:
+            with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+                break
+            time.sleep(0.5)
+        else:
+            raise SystemExit(f"The server did not start:\n{trouble(log)}")
+        yield f"http://127.0.0.1:{port}"
     finally:
-        dist.destroy_process_group()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(20)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
-def _by_session(ctx: Any, address: str, expect: dict[str, int], way: str) -> Callable[[Any, int], dict[str, Any]]:
-    session = reshard.connect(
-        address,
-        role="source",
-        world="trainer",
-        rank=ctx.rank,
-        world_size=ctx.size,
-        expect=expect,
-        session=way,
-        strategy=_strategy(way),
-        timeout=TIMEOUT,
-    )
-
-    def hand_over(model: Any, version: int) -> dict[str, Any]:
-        if version == 0:
-            session.offer(model)
-        report = session.refit(version)
-        return {"sent": report.sent_nbytes, "seconds": report.seconds - report.phases["gathering"]}
-
-    return hand_over
+def trouble(log: Path) -> str:
+    """What a server's log says from its first error on, or at its end."""
+    said = log.read_text(errors="replace")
+    first = said.find(" ERROR ")
+    return said[first : first + 6000] if first >= 0 else said[-6000:]
 
 
-def _by_folder(rank: int, told: Any) -> Callable[[Any, int], dict[str, Any]]:
-    from safetensors.torch import save_file
-
-    def hand_over(model: Any, version: int) -> dict[str, Any]:
-        told.wait([f"ready {version}"])
-        began = time.perf_counter()
-        whole = {}
-        for name, parameter in model.named_parameters():
-            tensor = parameter.full_tensor().detach()
-            if rank == 0:
-                whole[name] = tensor
-        if rank == 0:
-            save_file(whole, f"{told.get('folder').decode()}/model.safetensors")
-            told.set(f"saved {version}", "")
-        told.wait([f"loaded {version}"])
-        return {"sent": sum(t.nbytes for t in whole.values()), "seconds": time.perf_counter() - began}
-
-    return hand_over
-
-
-def _strategy(way: str) -> str:
-    return "gather-broadcast" if way == "full tensors" else "reshard"
+def measure(model: Path, tp: int, repeat: int) -> list[dict[str, Any]]:
+    """Hand over ``1 + repeat`` times by each way; what the trainer's first rank saw."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder, ProcessPool(2) as pool, reshard.serve_store() as address:
+        saved = Path(folder) / "saved"
+        saved.mkdir()
+        (saved / "config.json").write_bytes((model / "config.json").read_bytes())
+        log = Path(folder) / "server.log"
+        with served(model, tp, log) as url:
+            options = {"model": str(model), "saved": str(saved), "url": url, "address": str(address)}
+            options |= {"port": store.port, "tp": tp, "repeat": repeat}
+            try:
+                results: list[dict[str, Any]] = pool.run(train, options, timeout=120 + 60 * (1 + repeat))[0]
+            except Exception:
+                print(trouble(log), file=sys.stderr)
+                raise
+    return results
 
 
-def serve(llm: Any, address: str, told: Any, expect: dict[str, int], refits: int) -> list[dict[str, Any]]:
-    """The engine: take the weights each way, ``refits`` times."""
-    rows = []
+def summary(results: Sequence[dict[str, Any]], model: str, tp: int, repeat: int) -> dict[str, Any]:
+    """Medians without the first turn; the most memory of all turns."""
+    loaded, *hand_overs = results
+    right = {0: loaded["answers"]}  # what the server answered with the weights that it had loaded itself
+    right[1] = next(one["answers"] for one in hand_overs if one["way"] == PLUGIN and one["kind"] == 1)
+    ways = {}
     for way in WAYS:
-        facts = {"address": address, "world": "engine", "expect": expect, "session": way, "strategy": _strategy(way)}
-        if way == "full tensors":
-            facts["whole"] = {"*": "measured as the usual way"}
-        for version in range(refits):
-            had = llm.collective_rpc(_reset_of_worker)
-            if way == "checkpoint":
-                stall = _reload(llm, told, version)
-            else:
-                facts["timeout_seconds"] = TIMEOUT.total_seconds()
-                llm.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": facts})
-                llm.collective_rpc("start_weight_update")
-                for action in ("receive", "install"):
-                    info = {"action": action, "version": version}
-                    llm.collective_rpc("update_weights", kwargs={"update_info": info})
-                llm.collective_rpc("finish_weight_update")
-                stall = max(llm.collective_rpc(_committing_of_worker))
-            peaks = llm.collective_rpc(_peak_of_worker)
-            extra = max(peak - before for peak, before in zip(peaks, had, strict=True))
-            rows.append({"way": way, "stall": stall, "worker_nbytes": extra})
-    return rows
+        all_turns = [one for one in hand_overs if one["way"] == way]
+        later = [one for one in all_turns if one["turn"] > 0]
+        pause = statistics.median(one["pause_seconds"] for one in later)
+        seconds = statistics.median(one["seconds"] for one in later)
+        ways[way] = {
+            "seconds": seconds,
+            "pause_seconds": pause,
+            "background_seconds": statistics.median(one["seconds"] - one["pause_seconds"] for one in later),
+            "first_seconds": all_turns[0]["seconds"],
+            "worker_extra_nbytes": max(max(one["worker_nbytes"]) for one in all_turns),
+            "trainer_extra_nbytes": max(max(one["trainer_nbytes"]) for one in all_turns),
+            "answers_are_right": all(one["answers"] == right[one["kind"]] for one in all_turns),
+            "answers_are_right_as_left": all(one["answers_as_left"] == right[one["kind"]] for one in all_turns),
+            "all_seconds": [one["seconds"] for one in later],
+            "all_pause_seconds": [one["pause_seconds"] for one in later],
+        }
+    return {
+        "model": model,
+        "tp": tp,
+        "repeat": repeat,
+        "kinds_differ": right[0] != right[1],
+        "sent_nbytes": max(one["sent_nbytes"] or 0 for one in hand_overs),
+        "ways": ways,
+    }
 
 
-def _reload(llm: Any, told: Any, version: int) -> float:
-    told.set(f"ready {version}", "")
-    told.wait([f"saved {version}"])
-    began = time.perf_counter()
-    llm.collective_rpc("reload_weights", kwargs={"weights_path": told.get("folder").decode()})
-    told.set(f"loaded {version}", "")
-    return time.perf_counter() - began
+def table(report: dict[str, Any]) -> str:
+    """The same for people."""
+    lines = [
+        f"{report['model']}, TP {report['tp']}, medians of {report['repeat']} hand-overs by turns; memory: the most "
+        "that a rank took besides what it had",
+        f"{'':26}{'in all, s':>10}{'stands still, s':>17}{'worker, MB':>12}{'trainer, MB':>13}  answers",
+    ]
+    for way, one in report["ways"].items():
+        answers = "right" if one["answers_are_right_as_left"] else "wrong"
+        if answers == "wrong" and one["answers_are_right"]:
+            answers = "wrong, right once the tied head is packed anew"
+        lines.append(
+            f"{way:26}{one['seconds']:10.3f}{one['pause_seconds']:17.3f}{one['worker_extra_nbytes'] / 1e6:12.0f}"
+            f"{one['trainer_extra_nbytes'] / 1e6:13.0f}  {answers}"
+        )
+    return "\n".join(lines)
 
 
-def _reset_of_worker(worker: Any) -> int:
-    return _reset_peak()
+def write_smoke(folder: Path) -> Path:
+    """A tiny random model."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-
-def _peak_of_worker(worker: Any) -> int:
-    return _status("VmHWM")
-
-
-def _committing_of_worker(worker: Any) -> float:
-    return worker.weight_transfer_engine.report.phases["committing"]
-
-
-def _reset_peak() -> int:
-    """Let the kernel count this process's peak of memory from now; the bytes that it has now."""
-    Path("/proc/self/clear_refs").write_text("5")
-    return _status("VmRSS")
-
-
-def _status(what: str) -> int:
-    text = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in text.splitlines() if line.startswith(f"{what}:"))
+    torch.manual_seed(0)
+    config = LlamaConfig(**SMOKE, architectures=["LlamaForCausalLM"], initializer_range=0.2)
+    LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+    return folder
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", help="a folder of weights; the demo's model if not given")
-    parser.add_argument("--tp", type=int, default=1)
-    parser.add_argument("--refits", type=int, default=5, help="for each way; the first one, which plans, is left out")
+    parser.add_argument("--model", type=Path, help="a folder of weights; the demo's model if not given")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel workers of the server (default: 1)")
+    parser.add_argument("--repeat", type=int, default=5, help="measured hand-overs of each way (default: 5)")
+    parser.add_argument("--smoke", action="store_true", help="a tiny random model, to see that all of it runs")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     options = parser.parse_args()
-    folder = options.model or str(packaged_checkpoint(cache_folder(), print).folder)
-    os.environ |= {
-        "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # this program sends functions to the workers
-        "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % (os.cpu_count() or 1)) for rank in range(options.tp)),
-        "HF_HUB_OFFLINE": "1",
-    }
-    from vllm import LLM
-
-    told = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-    expect = {"trainer": 2, "engine": options.tp}
-    with tempfile.TemporaryDirectory() as saved, ProcessPool(2) as pool, reshard.serve_store() as store:
-        (Path(saved) / "config.json").write_text((Path(folder) / "config.json").read_text())
-        told.set("folder", saved)
-        llm = LLM(
-            folder,
-            load_format="dummy",
-            enforce_eager=True,
-            skip_tokenizer_init=True,
-            max_model_len=128,
-            max_num_seqs=2,
-            tensor_parallel_size=options.tp,
-            weight_transfer_config={"backend": "reshard"},
-        )
-        try:
-            with ThreadPoolExecutor(1) as thread:
-                arguments = (str(store), told.port, expect, folder, options.refits)
-                trainer = thread.submit(pool.run, train, *arguments, timeout=600)
-                served = serve(llm, str(store), told, expect, options.refits)
-                trained = trainer.result()
-        finally:
-            llm.llm_engine.engine_core.shutdown()
-    show(trained, served)
-
-
-def show(trained: list[list[dict[str, Any]]], served: list[dict[str, Any]]) -> None:
-    """Print one line of JSON a way: medians, without the first refit."""
-    for way in WAYS:
-        first = [row for row in trained[0] if row["way"] == way][1:]
-        sent = [sum(rows[at]["sent"] for rows in trained) for at, row in enumerate(trained[0]) if row["way"] == way]
-        engine = [row for row in served if row["way"] == way][1:]
-        result = {
-            "way": way,
-            "seconds": round(statistics.median(row["seconds"] for row in first), 4),
-            "stall_seconds": round(statistics.median(row["stall"] for row in engine), 4),
-            "sent_nbytes": sent[-1],
-            "worker_extra_nbytes": round(statistics.median(row["worker_nbytes"] for row in engine)),
-            "trainer_extra_nbytes": round(statistics.median(row["trainer_nbytes"] for row in first)),
-        }
-        print(json.dumps(result))
+    with tempfile.TemporaryDirectory() as folder:
+        if options.smoke:
+            model, name = write_smoke(Path(folder)), "a tiny random model"
+        elif options.model is not None:
+            model, name = options.model, options.model.resolve().name
+        else:
+            checkpoint = packaged_checkpoint(cache_folder(), lambda doing: print(doing, file=sys.stderr))
+            model, name = checkpoint.folder, checkpoint.name
+        report = summary(measure(model, options.tp, options.repeat), name, options.tp, options.repeat)
+    print(json.dumps(report, indent=1) if options.json else table(report))
+    wrong = [way for way, one in report["ways"].items() if not one["answers_are_right"]]
+    if wrong or not report["kinds_differ"]:
+        raise SystemExit(f"Wrong answers after: {', '.join(wrong) or 'none, but both sets of weights answer alike'}.")
 
 
 if __name__ == "__main__":

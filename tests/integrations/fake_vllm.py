@@ -8,6 +8,8 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, urlsplit
 
+from reshard.integrations.vllm.workers import SECONDS_METHOD, UPDATE_OPEN
+
 
 class WorkerError(Exception):
     """What a worker raises; vLLM answers 500 with its text."""
@@ -17,12 +19,15 @@ class FakeVLLM:
     """One server. ``calls`` is what was asked of it, in order; ``faults`` what it does instead, by route.
 
     A fault is ``(status, body)``, ``"close"`` (the connection ends without an answer), ``"hang"`` (no answer), or
-    ``"drip"`` (a byte now and then). ``missing`` are routes that it does not have.
+    ``"drip"`` (a byte now and then). ``missing`` are routes that it does not have. With ``hangs_up`` it closes each
+    connection after its answer, without having said so.
     """
 
-    def __init__(self, *, workers=1, version="0.32.0", backend="reshard", dev_mode=True):
+    def __init__(self, *, workers=1, replicas=1, version="0.32.0", backend="reshard", dev_mode=True):
         self.workers, self.version, self.backend = workers, version, backend
+        self.replicas = replicas
         self.calls, self.faults, self.missing = [], {}, set()
+        self.connections, self.hangs_up = 0, False
         self.label, self.paused, self.active = "default", False, False
         self.dev_mode = dev_mode
         self.on_init = self.on_install = lambda _: None
@@ -32,6 +37,12 @@ class FakeVLLM:
         fake = self
 
         class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"  # connections are kept, as vLLM's server does
+
+            def setup(self):
+                super().setup()
+                fake.connections += 1
+
             def log_message(self, *_):
                 pass
 
@@ -62,7 +73,7 @@ class FakeVLLM:
 
     def asked(self, since=0):
         """The routes that change something, in order, with what matters of their payload."""
-        return [call for call in self.calls[since:] if not call.startswith("GET")]
+        return [call for call in self.calls[since:] if not call.startswith(("GET", "POST collective_rpc"))]
 
     # -- answers ------------------------------------------------------------------------------------------------------
 
@@ -108,8 +119,8 @@ class FakeVLLM:
     def _get_version(self, _query, _body):
         return {"version": self.version}
 
-    def _get_get_world_size(self, _query, _body):
-        return {"world_size": self.workers}
+    def _get_get_world_size(self, query, _body):
+        return {"world_size": self.workers // (self.replicas if query["include_dp"] == "false" else 1)}
 
     def _get_weight_info(self, _query, _body):
         return {"weight_version": self.label}
@@ -122,6 +133,8 @@ class FakeVLLM:
         if self.backend != "reshard":
             raise WorkerError(f"Invalid init_info for {self.backend}: __init__() got an unexpected keyword argument")
         self.on_init(body["init_info"])
+        if self.active:
+            raise WorkerError(f"Worker failed with error '{UPDATE_OPEN}: finish_weight_update ends it.'")
         return {"message": "Weight transfer initialized"}
 
     def _post_start_weight_update(self, _query, _body):
@@ -154,6 +167,10 @@ class FakeVLLM:
             self.label = body["weight_version"]
         return {"message": "Weight update finished"}
 
+    def _post_collective_rpc(self, _query, body):
+        assert body["method"] == SECONDS_METHOD
+        return {"results": [{"waiting": 1e-6, "copying": 1e-5 * rank} for rank in range(self.workers)]}
+
     def _post_pause(self, _query, _body):
         self.paused = True
         return {"status": "paused"}
@@ -172,6 +189,7 @@ class FakeVLLM:
         request.send_header("Content-Length", str(len(payload)))
         request.end_headers()
         request.wfile.write(payload)
+        request.close_connection = request.close_connection or self.hangs_up
 
     def _drip(self, request):
         request.send_response(200)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import resource
 import time
 
 import pytest
@@ -10,7 +12,7 @@ from tests.integrations.fake_vllm import FakeVLLM, WorkerError
 from reshard.errors import ConfigError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
 from reshard.integrations.vllm.control import HTTPControl
 from reshard.integrations.vllm.drive import EngineDrive
-from reshard.integrations.vllm.routes import Routes
+from reshard.integrations.vllm.routes import Routes, _is_readable
 from reshard.refit.engines import SessionFacts
 from reshard.transports.base import Deadline
 
@@ -63,6 +65,16 @@ def test_a_refit_receives_before_the_pause_and_installs_within_it(mode, clear_ca
     assert drive.serves == "engine serves version 7"
     assert drive.pause_seconds > 0
     assert {"joining", "pausing", "installing", "finishing", "resuming"} <= set(drive.seconds)
+    steps = drive.seconds["calling"] + drive.seconds["waiting"] + drive.seconds["copying"]
+    assert steps == pytest.approx(drive.seconds["installing"])
+
+
+def test_a_server_that_cannot_say_what_its_install_took_is_refitted_all_the_same(server):
+    server.missing.add("/collective_rpc")
+    drive = drive_of(server)
+    refit(drive, 7)
+    assert drive.serves == "engine serves version 7"
+    assert "calling" not in drive.seconds
 
 
 def test_the_state_of_a_server_is_read_once_and_its_workers_are_told_of_the_session_each_time(server):
@@ -72,6 +84,7 @@ def test_the_state_of_a_server_is_read_once_and_its_workers_are_told_of_the_sess
         "GET health",
         "GET version",
         "GET get_world_size include_dp=true",
+        "GET get_world_size include_dp=false",
         "GET weight_info",
         "GET is_paused",
     ]
@@ -81,12 +94,39 @@ def test_the_state_of_a_server_is_read_once_and_its_workers_are_told_of_the_sess
     assert not any(call.startswith("GET") for call in server.calls[seen:])
 
 
+def test_the_calls_of_a_refit_share_a_connection(server):
+    refit(drive_of(server), 1)
+    assert server.connections == 1
+
+
+def test_a_process_with_many_open_files_shares_a_connection_too(server):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(2048, hard)), hard))
+    held = [os.dup(0) for _ in range(1100)]
+    try:
+        refit(drive_of(server), 1)
+    finally:
+        for descriptor in held:
+            os.close(descriptor)
+    assert server.connections == 1
+
+
+def test_a_connection_that_the_server_has_closed_is_not_used_again(server):
+    server.hangs_up = True
+    routes = Routes(server.url, 5.0)
+    for count in (1, 2, 3):
+        assert routes.get("/version", Deadline(5.0)) == {"version": "0.32.0"}
+        assert server.connections == count
+        connection, _ = routes._kept
+        assert _is_readable(connection.sock, 10.0)  # the server's end has arrived
+
+
 def test_another_trainer_ends_the_update_that_one_before_left_open(server):
     drive_of(server).begin(facts_of(), "me", 3, Deadline(10.0))  # and dies
     seen = len(server.calls)
     refit(drive_of(server), 4)
-    assert server.asked(seen)[:5] == [
-        *JOIN,
+    assert server.asked(seen)[:4] == [
+        "POST init_weight_transfer_engine",
         "POST finish_weight_update",
         "POST start_weight_update",
         "POST update_weights action=receive version=4",
@@ -200,6 +240,7 @@ def test_a_server_of_another_release_or_size_is_refused_before_its_workers_are_t
     for server, size, why in [
         (FakeVLLM(version="0.29.1"), 1, "it runs vLLM 0.29.1; the routes of 0.30 to 0.33 are known"),
         (FakeVLLM(workers=4), 2, "it has 4 workers .* expect={..., 'engine': 4}"),
+        (FakeVLLM(workers=4, replicas=2), 4, "it has 2 data parallel replicas.* without --data-parallel-size"),
     ]:
         with server, pytest.raises(ConfigError, match=why):
             refit(drive_of(server), 1, size)

@@ -12,9 +12,10 @@ from tests.integrations.fake_vllm import FakeVLLM, WorkerError
 from tests.refit.sessions import NAMES, SHAPE, Rank, dense, error_of
 
 import reshard
-from reshard.errors import ConfigError, EnvironmentNotSupported, InstallError, PeerError, ReshardError
+from reshard.errors import ConfigError, EnvironmentNotSupported, InstallError, PeerError, RefitTimeout, ReshardError
 from reshard.integrations.vllm.handover import Handover
 from reshard.integrations.vllm.servers import VLLMServers
+from reshard.integrations.vllm.workers import NOTHING_WRITTEN
 from reshard.testing.processes import threads
 from reshard.transports.base import Deadline
 
@@ -27,6 +28,7 @@ class Worker:
     def __init__(self, world, rank, size):
         self.me, self.session, self.facts = Rank(world, rank, size), None, None
         self.handover, self.thread, self.fail_after, self.left = None, None, None, []
+        self.fails_untouched = False
 
     def join(self, info):
         if info == self.facts:
@@ -75,10 +77,14 @@ class Worker:
 
     def _write(self, landed):
         if self.fail_after == 0:
-            raise InstallError("out of memory", untouched=False)
+            raise InstallError("out of memory", untouched=self.fails_untouched)
         self.fail_after = None if self.fail_after is None else self.fail_after - 1
         for piece, view in landed.pieces:
             self.me.tensors[piece.name].copy_(view)
+
+    @property
+    def wrote(self):
+        return self.handover.touched or self.handover.installed > 0
 
     def leave(self, reason):
         if self.handover is not None:
@@ -121,8 +127,9 @@ class Server(FakeVLLM):
                 thread.start()
             for thread in at_work:
                 thread.join(30)
-            if errors:
-                raise errors[0]
+            if errors:  # as the workers of an engine agree
+                ending = "" if any(worker.wrote for worker in self.ranks) else f" {NOTHING_WRITTEN}"
+                raise WorkerError(f"{errors[0]}{ending}")
 
         self.on_install = install
 
@@ -141,7 +148,7 @@ class Server(FakeVLLM):
         super().close()
 
 
-def run_trainers(servers, body, *, trainers=2, address=None, timeout=TIMEOUT, **options):
+def run_trainers(servers, body, *, trainers=2, address=None, timeout=TIMEOUT, engine_options=None, **options):
     """``body(me, session, engines)`` on every rank of the trainer, with the servers as destination worlds."""
     expect = {"trainer": trainers, **{server.world: server.workers for server in servers}}
     urls = {server.world: server.url for server in servers}
@@ -150,7 +157,7 @@ def run_trainers(servers, body, *, trainers=2, address=None, timeout=TIMEOUT, **
         def run(ctx):
             torch.set_num_threads(1)
             me = Rank("trainer", ctx.rank, trainers)
-            engines = VLLMServers(urls, **{"timeout": timedelta(seconds=20), **options})
+            engines = VLLMServers(urls, **{"timeout": timedelta(seconds=20), **options, **(engine_options or {})})
             with me.connect(store, expect, engines=engines, timeout=timeout) as session:
                 return body(me, session, engines)
 
@@ -244,6 +251,28 @@ def test_a_server_that_fails_before_the_install_costs_nobody_the_old_weights(rou
         assert (server.label, server.paused) == ("3", False)
 
 
+def test_a_server_whose_clients_keep_it_from_pausing_fails_the_refit_by_its_deadline_and_is_resumed(servers):
+    def body(me, session, _):
+        refit(me, session, 1)
+        servers[1].faults["/pause"] = "hang"
+        began = time.monotonic()
+        error = error_of(lambda: refit(me, session, 2))
+        took = time.monotonic() - began
+        servers[1].faults.clear()
+        return error, took, [server.calls[-1] for server in servers]
+
+    options = {"pause": "wait", "timeout": timedelta(seconds=2)}
+    ((error, took, last),) = run_trainers(servers, body, trainers=1, engine_options=options)
+    assert isinstance(error, RefitTimeout)
+    assert "engine 'gen1'" in error.message
+    assert "while pausing (mode 'wait'): POST /pause had no answer" in error.message
+    assert "Use pause='keep' or 'abort', or hold the clients back." in error.message
+    assert "gen0 serves version 1; gen1 serves version 1" in error.message
+    assert took < 20
+    assert last == ["POST resume"] * 2
+    assert all(server.is_version(1) for server in servers)
+
+
 def test_a_worker_that_fails_within_its_install_leaves_its_engine_paused_and_the_other_goes_on(servers):
     def body(me, session, _):
         refit(me, session, 1)
@@ -251,6 +280,9 @@ def test_a_worker_that_fails_within_its_install_leaves_its_engine_paused_and_the
         error = error_of(lambda: refit(me, session, 2))
         servers[1].ranks[0].fail_after = None
         between = [(server.paused, server.label) for server in servers]
+        me.train(3)
+        session.refit(3, names=NAMES[:1])  # which cannot mend it
+        assert [server.paused for server in servers] == [False, True]
         refit(me, session, 3)
         return error, between
 
@@ -259,6 +291,37 @@ def test_a_worker_that_fails_within_its_install_leaves_its_engine_paused_and_the
     assert "out of memory" in error.message
     assert "gen1 stays paused, its weights may be a mix of 1 and 2, until a refit completes" in error.message
     assert between[1] == (True, "1")
+    for server in servers:
+        assert server.is_version(3)
+        assert (server.label, server.paused) == ("3", False)
+
+
+@pytest.mark.parametrize(
+    ("failing", "goes_on"),
+    [
+        ((0, 1), True),  # no rank has written
+        ((0,), False),  # the other one has
+    ],
+)
+def test_a_server_whose_install_fails_goes_on_with_the_old_weights_if_none_of_its_ranks_has_written(
+    failing, goes_on, servers
+):
+    def body(me, session, _):
+        refit(me, session, 1)
+        for rank in failing:
+            servers[1].ranks[rank].fail_after, servers[1].ranks[rank].fails_untouched = 0, True
+        error = error_of(lambda: refit(me, session, 2))
+        for rank in failing:
+            servers[1].ranks[rank].fail_after = None
+        between = servers[1].paused, servers[1].active, servers[1].label, servers[1].is_version(1)
+        refit(me, session, 3)
+        return error, between
+
+    ((error, between),) = run_trainers(servers, body, trainers=1)
+    assert between == ((False, False, "1", True) if goes_on else (True, False, "1", False))
+    says = "gen1 serves version 1" if goes_on else "gen1 stays paused, its weights may be a mix of 1 and 2"
+    assert f"{says}" in error.message
+    assert (NOTHING_WRITTEN in error.message) is goes_on
     for server in servers:
         assert server.is_version(3)
         assert (server.label, server.paused) == ("3", False)

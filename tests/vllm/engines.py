@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from contextlib import contextmanager
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -87,13 +88,18 @@ def model_of(llm):
     return model
 
 
-def answer(llm, tokens=TOKENS):
-    """Tokens and logprobs of some prompts, one at a time: together, they would change each other's last bits."""
+def answer(llm, tokens=TOKENS, *, prompts=PROMPTS, forget=True):
+    """Tokens and logprobs of some prompts, one at a time: together, they would change each other's last bits.
+
+    Args:
+        forget: Whether the prefix cache is cleared first.
+    """
     from vllm import SamplingParams
 
     greedy = SamplingParams(temperature=0, max_tokens=tokens, logprobs=1, detokenize=False, ignore_eos=True)
-    llm.reset_prefix_cache()
-    outputs = [llm.generate({"prompt_token_ids": list(p)}, greedy, use_tqdm=False)[0].outputs[0] for p in PROMPTS]
+    if forget:
+        llm.reset_prefix_cache()
+    outputs = [llm.generate({"prompt_token_ids": list(p)}, greedy, use_tqdm=False)[0].outputs[0] for p in prompts]
     return [(tuple(output.token_ids), output.cumulative_logprob) for output in outputs]
 
 
@@ -104,6 +110,7 @@ def answer(llm, tokens=TOKENS):
 def in_processes(folder, *, tp=1, **options):
     """An engine whose workers are processes; none is left at the end."""
     os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # the tests send functions to its workers
+    resource_tracker.ensure_running()  # Python's own; it comes with the first process that is spawned, and stays
     before = set(descendants())
     llm = offline(folder, tp=tp, **options)
     own = set(descendants()) - before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import http.client
 import json
 import os
@@ -14,6 +15,8 @@ import time
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.vllm.engines import PROMPTS as ANSWERED
+from tests.vllm.engines import TOKENS as ANSWER_TOKENS
 from tests.vllm.engines import wait_for_end_of
 
 BLOCK = 32
@@ -21,12 +24,18 @@ BLOCK = 32
 
 _START_SECONDS = 300
 _ROOT = Path(__file__).parents[2]
+_libc, _SIGNAL_AT_PARENTS_DEATH = ctypes.CDLL(None), 1
+
+
+def _end_with_parent():
+    """Let a server end when the tests are killed, too."""
+    _libc.prctl(_SIGNAL_AT_PARENTS_DEATH, signal.SIGTERM)
 
 
 class Server:
     """One server of the OpenAI kind, with no tokenizer: it is asked in tokens."""
 
-    def __init__(self, folder, log, *, tp=1, load_format="dummy", dev_mode=True, backend="reshard"):
+    def __init__(self, folder, log, *, tp=1, load_format="dummy", dev_mode=True, backend="reshard", dp=1, more=()):
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
@@ -45,19 +54,29 @@ class Server:
         command += ["--max-model-len", "2048", "--max-num-seqs", "8", "--block-size", str(BLOCK), "--seed", "1"]
         if backend is not None:
             command += ["--weight-transfer-config", json.dumps({"backend": backend})]
+        command += ["--data-parallel-size", str(dp)] if dp > 1 else []
+        command += more
         cores = len(os.sched_getaffinity(0))
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join([str(_ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            "PYTHONPATH": os.pathsep.join(
+                [str(_ROOT / "src"), str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+            ),
             "HF_HUB_OFFLINE": "1",
+            "PYTHONFAULTHANDLER": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp)),
+            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp * dp)),
             "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0",
         }
         with open(log, "w", encoding="utf-8") as out:
             self.process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+                command,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=environment,
+                start_new_session=True,
+                preexec_fn=_end_with_parent,
             )
 
     def wait(self):
@@ -89,12 +108,12 @@ class Server:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    def ask(self, method, route, body=None, timeout=60):
+    def ask(self, method, route, body=None, timeout=60, headers=()):
         """(status, JSON)."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=timeout)
         try:
             payload = None if body is None else json.dumps(body)
-            connection.request(method, route, payload, {"Content-Type": "application/json"})
+            connection.request(method, route, payload, {"Content-Type": "application/json", **dict(headers)})
             answer = connection.getresponse()
             text = answer.read()
             return answer.status, json.loads(text) if text else None
@@ -106,11 +125,32 @@ class Server:
         assert status == 200, answer
         return answer
 
-    def generate(self, prompt, tokens=6):
-        """The tokens that it answers, greedily."""
-        status, answer = self.ask("POST", "/inference/v1/generate", _request(prompt, tokens), timeout=120)
+    def call_workers(self, method, *args):
+        """Call a method of every worker; what they return."""
+        status, answer = self.ask("POST", "/collective_rpc", {"method": method, "args": list(args)})
+        assert status == 200, answer
+        return answer["results"]
+
+    def generate(self, prompt, tokens=6, *, replica=None):
+        """The tokens that it answers, greedily; one of its data parallel replicas, if one is named."""
+        headers = {} if replica is None else {"X-data-parallel-rank": str(replica)}
+        request = _request(prompt, tokens)
+        status, answer = self.ask("POST", "/inference/v1/generate", request, timeout=120, headers=headers)
         assert status == 200, answer
         return answer["choices"][0]["token_ids"]
+
+    def answer(self):
+        """Tokens and logprobs of some prompts, one at a time, as ``engines.answer`` gives them."""
+        answers = []
+        for prompt in ANSWERED:
+            request = _request(prompt, ANSWER_TOKENS)
+            request["sampling_params"]["logprobs"] = 1
+            status, answer = self.ask("POST", "/inference/v1/generate", request, timeout=120)
+            assert status == 200, answer
+            (choice,) = answer["choices"]
+            logprob = sum(one["logprob"] for one in choice["logprobs"]["content"])
+            answers.append((tuple(choice["token_ids"]), logprob))
+        return answers
 
     def stream(self, prompt, tokens):
         """Begin a request that answers token by token."""
@@ -210,11 +250,11 @@ def _request(prompt, tokens, *, stream=False):
 
 
 @contextmanager
-def started(folder, logs, sizes):
+def started(folder, logs, sizes, **options):
     """Servers of a dummy model, one for each number of tensor parallel ranks, started side by side."""
     servers = []
     try:
-        servers += [Server(folder, logs / f"server{i}.log", tp=tp) for i, tp in enumerate(sizes)]
+        servers += [Server(folder, logs / f"server{i}.log", tp=tp, **options) for i, tp in enumerate(sizes)]
         yield [server.wait() for server in servers]
     finally:
         for server in servers:

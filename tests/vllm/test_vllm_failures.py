@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.vllm import trainers
-from tests.vllm.engines import answer, in_process, install, model_of, random_weights, receive, save, tell
+from tests.vllm.engines import (
+    answer,
+    in_process,
+    install,
+    model_of,
+    random_weights,
+    receive,
+    save,
+    tell,
+    wait_for_end_of,
+)
 from tests.vllm.tiny import LLAMA, checkpoint, write_config
 
 import reshard
@@ -27,13 +39,18 @@ class Scene:
     def __init__(self, folder, llm, store, pool, thread):
         self.folder, self.llm, self.store, self.pool, self.thread = folder, llm, store, pool, thread
         self.specs = checkpoint(write_config(folder, LLAMA, num_attention_heads=2))
-        facts = {"address": str(store), "world": "engine", "expect": EXPECT, "transport": "torch_p2p"}
-        tell(llm, "init_weight_transfer_engine", init_info={**facts, "timeout_seconds": 150.0})
+        self.join("the first")
 
-    def trainer(self, steps, dies=None):
+    def join(self, trainer):
+        """Let the engine join a session of this trainer, and leave what it does with another."""
+        facts = {"address": str(self.store), "world": "engine", "expect": EXPECT, "transport": "torch_p2p"}
+        told = {**facts, "timeout_seconds": 150.0, "trainer": trainer}
+        tell(self.llm, "init_weight_transfer_engine", init_info=told)
+
+    def trainer(self, steps, dies=None, may_die=()):
         """Start trainers for some (version, seed)."""
         steps = [(version, seed, None) for version, seed in steps]
-        may_die = [] if dies is None else [1]
+        may_die = may_die if dies is None else [1]
         arguments = (str(self.store), EXPECT, self.specs, "bfloat16", steps)
         options = {"topology": None, "dies": dies or (-1, 0)}
         return self.thread.submit(
@@ -63,7 +80,7 @@ def test_a_trainer_that_dies_leaves_the_old_weights_and_its_successor_takes_over
     scene.refit(1)
     old = answer(scene.llm)
     first.result()
-    for sends in (0, 2, 9):  # before anything is sent, and twice on the way
+    for sends in (0, 2, 7):  # before anything is sent, and twice on the way; there are ten or so
         dying = scene.trainer([(2, 2)], dies=(2, sends))
         receive(scene.llm, 2)
         with pytest.raises(TransportError, match="serves version 1"):
@@ -77,6 +94,67 @@ def test_a_trainer_that_dies_leaves_the_old_weights_and_its_successor_takes_over
     save(scene.folder, random_weights(scene.specs, 3))
     with in_process(scene.folder, load_format="safetensors") as fresh:
         assert new == answer(fresh) != old
+
+
+@pytest.fixture
+def at_moment(scene, monkeypatch):
+    """Let something happen once while an engine installs: before any layer, between two of them, or inside one."""
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    from reshard.integrations.vllm.private import OpenGroup
+
+    moments = {
+        "before": (OpenGroup, "__init__", 1),
+        "between": (OpenGroup, "__init__", 2),
+        "inside": (layerwise, "_layerwise_process", 5),
+    }
+
+    def let(moment, version, happen):
+        where, name, at = moments[moment]
+        real, calls = getattr(where, name), []
+
+        def counting(*arguments):
+            calls.append(name)
+            if len(calls) == at:
+                happen()
+            return real(*arguments)
+
+        monkeypatch.setattr(where, name, counting)
+        install(scene.llm, version)
+        monkeypatch.setattr(where, name, real)
+        assert len(calls) > at
+
+    return let
+
+
+def test_a_trainer_that_dies_while_the_engine_installs_leaves_the_new_weights_whole(scene, at_moment):
+    first = scene.trainer([(1, 1)])
+    scene.refit(1)
+    first.result()
+    answers = {}
+    for version, moment in enumerate(("before", "between", "inside"), 2):
+        processes = scene.pool.pids()
+
+        def kill(processes=processes):
+            for process in processes:
+                os.kill(process, signal.SIGKILL)
+            wait_for_end_of(processes)
+
+        scene.join(f"of version {version}")
+        dying = scene.trainer([(version, version)], may_die=(0, 1))
+        receive(scene.llm, version)
+        at_moment(moment, version, kill)  # all had landed on all ranks: what was left is the engine's own to do
+        assert all(isinstance(result, Died) for result in dying.result())
+        answers[version] = answer(scene.llm)
+    scene.join("the last")
+    successor = scene.trainer([(5, 2)])
+    scene.refit(5)
+    successor.result()
+    assert answer(scene.llm) == answers[2]
+    for version, answered in answers.items():  # last, since an engine that ends takes vLLM's groups with it
+        save(scene.folder, random_weights(scene.specs, version))
+        with in_process(scene.folder, load_format="safetensors") as fresh:
+            assert answer(fresh) == answered
 
 
 def test_a_version_that_nobody_installs_leaves_the_old_weights(scene):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
@@ -81,3 +83,8 @@ def test_a_live_model_is_traced_and_checked_and_then_answers_as_before(config, c
     assert {n: (t.data_ptr(), tuple(t.shape)) for n, t in model.named_parameters(remove_duplicate=False)} == was
     assert answer(llm) == before
     assert trace_model(model, specs) == trace  # again, and with the same result
+
+    if changes.get("tie_word_embeddings"):  # a trainer's module has the head under a name of its own
+        head = next(replace(spec, name="lm_head.weight") for spec in specs if spec.name.endswith("embed_tokens.weight"))
+        with_head = trace_model(model, (*specs, head))
+        assert [one.name for one in with_head.unused] == ["lm_head.weight"], "the embedding would travel twice"

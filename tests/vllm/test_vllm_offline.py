@@ -17,11 +17,12 @@ TIMEOUT = timedelta(seconds=120)
 EXPECT = {"trainer": 1, "engine": 1}
 
 
-def connect(store, llm):
+def connect(store, llm, **options):
     from reshard.integrations.vllm.servers import VLLMOffline
 
+    engines = VLLMOffline(llm, **options)
     return reshard.connect(
-        str(store), role="source", world="trainer", rank=0, expect=EXPECT, timeout=TIMEOUT, engines=VLLMOffline(llm)
+        str(store), role="source", world="trainer", rank=0, expect=EXPECT, timeout=TIMEOUT, engines=engines
     )
 
 
@@ -46,3 +47,21 @@ def test_an_llm_made_with_no_weights_answers_as_one_freshly_loaded(tmp_path):
             session.refit(5)
             assert answer(llm) == fresh
             assert llm.get_weight_version() == "5"
+
+
+def test_a_prompt_that_was_seen_before_is_answered_from_the_new_weights(tmp_path):
+    specs = checkpoint(write_config(tmp_path, LLAMA, num_attention_heads=2))
+    first, second, third = (random_weights(specs, seed) for seed in (41, 42, 43))
+    long = {"prompts": [range(3, 43)]}  # longer than a block of the cache
+    backend = {"weight_transfer_config": {"backend": "reshard"}, "block_size": 32}
+    with in_process(tmp_path, **backend) as llm, reshard.serve_store() as store:
+
+        def refit(weights, version, **options):
+            with connect(store, llm, **options) as session:
+                session.offer(weights)
+                session.refit(version)
+            return answer(llm, forget=False, **long)
+
+        refit(first, 1)
+        assert refit(second, 2) == answer(llm, **long)
+        assert refit(third, 3, clear_cache=False) != answer(llm, **long)  # so it does matter

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from reshard.errors import EnvironmentNotSupported, PeerError, ReshardError
+from reshard.integrations.vllm.workers import SECONDS_METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -23,6 +24,9 @@ class EngineFacts:
 
     world_size: int | None = None
     """Its workers: tensor times pipeline times data parallel."""
+
+    replicas: int | None = None
+    """Its data parallel replicas."""
 
     weight_version: str | None = None
     """The label of the weights that it serves; vLLM calls those that it was started with ``default``."""
@@ -64,6 +68,10 @@ class EngineControl(Protocol):
         """Let it go on."""
         ...
 
+    def install_seconds(self, deadline: Deadline) -> list[dict[str, float]]:
+        """By worker and step, what the last install took; nothing where it cannot be asked."""
+        ...
+
 
 class HTTPControl:
     """A server, over its routes."""
@@ -77,9 +85,16 @@ class HTTPControl:
         routes.get("/health", deadline)
         version = routes.get("/version", deadline)
         size = routes.get("/get_world_size", deadline, include_dp="true")
+        of_one = routes.get("/get_world_size", deadline, include_dp="false")
         weights = routes.get("/weight_info", deadline)
         paused = routes.get("/is_paused", deadline)
-        return EngineFacts(version["version"], size["world_size"], weights["weight_version"], paused["is_paused"])
+        return EngineFacts(
+            vllm=version["version"],
+            world_size=size["world_size"],
+            replicas=size["world_size"] // of_one["world_size"],
+            weight_version=weights["weight_version"],
+            paused=paused["is_paused"],
+        )
 
     def init(self, init_info: Mapping[str, Any], deadline: Deadline) -> None:
         self._routes.post("/init_weight_transfer_engine", deadline, {"init_info": dict(init_info)})
@@ -99,6 +114,10 @@ class HTTPControl:
 
     def resume(self, deadline: Deadline) -> None:
         self._routes.post("/resume", deadline)
+
+    def install_seconds(self, deadline: Deadline) -> list[dict[str, float]]:
+        answer = self._routes.post("/collective_rpc", deadline, {"method": SECONDS_METHOD})
+        return [row for row in answer["results"] if isinstance(row, dict)]
 
 
 class OfflineControl:
@@ -120,7 +139,13 @@ class OfflineControl:
                 "this LLM was made without a weight transfer engine. Make it with "
                 "LLM(..., weight_transfer_config={'backend': 'reshard'})."
             )
-        return EngineFacts(None, parallel.world_size_across_dp, self._ask("get_weight_version"), False)
+        workers = parallel.world_size_across_dp
+        return EngineFacts(
+            world_size=workers,
+            replicas=workers // parallel.world_size,
+            weight_version=self._ask("get_weight_version"),
+            paused=False,
+        )
 
     def init(self, init_info: Mapping[str, Any], deadline: Deadline) -> None:
         del deadline  # the workers have it in what they are told
@@ -145,6 +170,10 @@ class OfflineControl:
 
     def resume(self, deadline: Deadline) -> None:
         del deadline
+
+    def install_seconds(self, deadline: Deadline) -> list[dict[str, float]]:
+        del deadline
+        return list(self._ask("collective_rpc", SECONDS_METHOD))
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return _told(f"LLM.{method}", getattr(self._llm, method), *arguments)
@@ -185,6 +214,10 @@ class ClientControl:
 
     def resume(self, deadline: Deadline) -> None:
         del deadline
+
+    def install_seconds(self, deadline: Deadline) -> list[dict[str, float]]:
+        del deadline
+        return []
 
     def _ask(self, method: str, *arguments: Any) -> Any:
         return _told(method, getattr(self._client, method), *arguments)

@@ -6,8 +6,9 @@
     finish   finish(version), resume                        the new weights, whole, under their version
     give_up  whatever leads back to whole weights, or a pause that stays
 
-What an engine serves is known from how far it came: before ``install`` the old weights, after it the new ones; where
-it failed within, nobody outside knows, and the engine stays paused until a refit completes.
+What an engine serves is known from how far it came: before ``install`` the old weights, after it the new ones. Where it
+failed within, its workers say whether any of them has written: if none has, it goes on with the old weights, and if
+one has, or nobody answers, it stays paused until a refit completes.
 """
 
 from __future__ import annotations
@@ -17,10 +18,12 @@ from contextlib import contextmanager
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from reshard.errors import ConfigError, PeerError, ReshardError
+from reshard.errors import ConfigError, PeerError, RefitTimeout, ReshardError
+from reshard.integrations.vllm.workers import NOTHING_WRITTEN, UPDATE_OPEN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
+    from typing import Any
 
     from reshard.integrations.vllm.control import EngineControl
     from reshard.refit.engines import SessionFacts
@@ -29,11 +32,13 @@ if TYPE_CHECKING:
 _SUPPORTED = ((0, 30), (0, 33))
 """The first and the last release whose routes are known."""
 
-_ALREADY_ACTIVE = "already active"
-"""In what a worker says of an update that another trainer began and did not end."""
-
 _NOT_ACTIVE = "without a matching start"
 """In what it says of the end of one that it has dropped itself, because a call within failed."""
+
+_WAITS = (
+    " With pause='wait' a server has paused when no request runs or waits for its turn, and clients that ask again as "
+    "soon as they are answered keep it from that. Use pause='keep' or 'abort', or hold the clients back."
+)
 
 
 class Stage(Enum):
@@ -68,11 +73,14 @@ class EngineDrive:
         """Why nobody knows that its weights are whole; empty while they are."""
         self._looked = False
         self._target: int | None = None
+        self._is_partial = False
+        """Whether the refit under way brings only some of the tensors, so that it cannot mend a mix."""
         self._paused_at: float | None = None
         self.pause_seconds = 0.0
         """How long it was paused in the refit under way, or the last one."""
         self.seconds: dict[str, float] = {}
-        """By phase of that refit."""
+        """By phase of that refit; of ``installing``, what its slowest worker did: ``waiting`` for groups to be handed
+        over, ``opening``, ``copying`` and ``processing`` them; the rest, ``calling``, is the way to the worker."""
 
     def __str__(self) -> str:
         return f"engine {self.name!r} ({self._control.where})"
@@ -97,15 +105,16 @@ class EngineDrive:
             deadline: For all of it.
         """
         self._target, self.pause_seconds, self.seconds = version, 0.0, {}
+        self._is_partial = facts.names is not None
         with self._phase("reading its state", "reading"):
             self._look(facts.expect[self.name], deadline)
         with self._phase("joining the session", "joining"):
             # each time: an engine that was restarted needs it, and one that knows it does nothing
-            self._control.init({**facts.for_world(self.name), "trainer": mark}, deadline)
+            self._join({**facts.for_world(self.name), "trainer": mark}, deadline)
         if version is None:
             return
         with self._phase(f"starting version {version}", "starting"):
-            self._start(deadline)
+            self._control.start(deadline)
             self._stage = Stage.RECEIVING
             self._control.update({"action": "receive", "version": version, **facts.asked}, deadline)
 
@@ -119,10 +128,16 @@ class EngineDrive:
                 f"it runs vLLM {facts.vllm}; the routes of {_text(_SUPPORTED[0])} to {_text(_SUPPORTED[1])} are known "
                 f"here. Install one of these."
             )
+        if facts.replicas is not None and facts.replicas > 1:
+            raise ConfigError(
+                f"it has {facts.replicas} data parallel replicas, and one that is refitted has none: replicas could "
+                f"not agree whether all of them have new weights. Start a server for each replica, without "
+                f"--data-parallel-size, and give each a world of the session."
+            )
         if facts.world_size is not None and facts.world_size != size:
             raise ConfigError(
-                f"it has {facts.world_size} workers (tensor x pipeline x data parallel), and the session expects "
-                f"{size}. Pass expect={{..., {self.name!r}: {facts.world_size}}} on all members."
+                f"it has {facts.world_size} workers (tensor x pipeline parallel), and the session expects {size}. Pass "
+                f"expect={{..., {self.name!r}: {facts.world_size}}} on all members."
             )
         self._label = facts.weight_version
         if facts.paused is False:  # never was, or was started anew, or somebody else resumed it
@@ -132,15 +147,22 @@ class EngineDrive:
             self._mixed = "as this trainer found it"  # a trainer before may have failed in the middle of an install
         self._looked = True
 
-    def _start(self, deadline: Deadline) -> None:
-        """Begin an update, also where a trainer that is gone left one open."""
+    def _join(self, told: Mapping[str, Any], deadline: Deadline) -> None:
+        """Let the workers join; an update that a trainer before has left open is ended."""
         try:
-            self._control.start(deadline)
-        except PeerError as error:
-            if _ALREADY_ACTIVE not in error.message:
+            self._control.init(told, deadline)
+        except ReshardError as error:
+            if UPDATE_OPEN not in error.message:
                 raise
+            self._end_update(deadline)
+
+    def _end_update(self, deadline: Deadline) -> None:
+        """Let the workers give up what they received, if vLLM has not ended the update itself."""
+        try:
             self._control.finish(None, deadline)
-            self._control.start(deadline)
+        except PeerError as error:
+            if _NOT_ACTIVE not in error.message:
+                raise
 
     def pause(self, deadline: Deadline) -> None:
         """Stop what generates, so that no step sees half of the new weights."""
@@ -149,25 +171,47 @@ class EngineDrive:
         with self._phase(f"pausing (mode {mode!r})", "pausing"):
             self._paused_at = time.perf_counter()  # from the call on: a call without an answer may have paused it
             self._stage = Stage.PAUSED
-            self._control.pause(mode, deadline, clear_cache=self._clear_cache)
+            try:
+                self._control.pause(mode, deadline, clear_cache=self._clear_cache)
+            except RefitTimeout as error:
+                raise RefitTimeout(f"{error.message}{_WAITS if mode == 'wait' else ''}", **error.facts) from error
 
     def install(self, deadline: Deadline) -> None:
         """Let every worker bring to life what it has received."""
         with self._phase(f"installing version {self._target}", "installing"):
             self._stage = Stage.INSTALLING
-            self._control.update({"action": "install", "version": self._target}, deadline)
+            try:
+                self._control.update({"action": "install", "version": self._target}, deadline)
+            except ReshardError as error:
+                if NOTHING_WRITTEN in error.message:
+                    self._stage = Stage.PAUSED
+                raise
             self._stage = Stage.INSTALLED
-            self._mixed = ""
+            if not self._is_partial:
+                self._mixed = ""
 
     def finish(self, deadline: Deadline) -> None:
-        """Label the new weights, and let requests go on."""
+        """Label the new weights, and let requests go on if the weights are whole."""
         label = str(self._target)
         with self._phase(f"finishing version {label}", "finishing"):
             if self._stage is not Stage.LABELLED:
                 self._control.finish(label, deadline)
             self._label, self._stage = label, Stage.LABELLED
-        self._resume(deadline)
+        if not self._mixed:
+            self._resume(deadline)
         self._stage = Stage.SERVING
+        self._split_install(deadline)
+
+    def _split_install(self, deadline: Deadline) -> None:
+        """Ask the workers what their install took, step by step; whoever cannot say fails nothing."""
+        try:
+            told = self._control.install_seconds(deadline)
+        except ReshardError:
+            return
+        slowest = max(told, key=lambda steps: sum(steps.values()), default={})
+        if slowest:
+            calling = self.seconds.get("installing", 0.0) - sum(slowest.values())
+            self.seconds |= {"calling": max(0.0, calling), **slowest}
 
     def _resume(self, deadline: Deadline) -> None:
         if self._paused_at is None:
@@ -191,20 +235,12 @@ class EngineDrive:
         if stage is Stage.INSTALLING:
             self._mixed = f"its weights may be a mix of {self._label or 'what it had'} and {self._target}"
         try:
-            if stage in (Stage.RECEIVING, Stage.PAUSED):
-                self._leave(deadline)
+            if stage is not Stage.SERVING:
+                with self._phase("leaving the refit", "leaving"):
+                    self._end_update(deadline)
         finally:
             if not self._mixed:
                 self._resume(deadline)
-
-    def _leave(self, deadline: Deadline) -> None:
-        """Let the workers give up what they received."""
-        with self._phase("leaving the refit", "leaving"):
-            try:
-                self._control.finish(None, deadline)
-            except PeerError as error:
-                if _NOT_ACTIVE not in error.message:
-                    raise
 
     @contextmanager
     def _phase(self, doing: str, name: str) -> Iterator[None]:

@@ -7,6 +7,8 @@ sees a group half done, and takes room for one group at a time.
 
 from __future__ import annotations
 
+import time
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +16,10 @@ import torch
 from reshard.errors import BindingError
 from reshard.integrations.vllm.groups import install_groups
 from reshard.integrations.vllm.private import OpenGroup, repack
+from reshard.transports.views import copy_all
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from reshard.integrations.traced import LoadTrace
     from reshard.integrations.vllm.groups import InstallGroup
@@ -37,6 +40,8 @@ class Installer:
         self._config = vllm_config
         self._groups = {group.name: group for group in install_groups(trace)}
         self._ties = _ties_of(model)
+        self.seconds: dict[str, float] = {}
+        """What all installs took since it was emptied: ``opening``, ``copying``, ``processing``."""
 
     @property
     def groups(self) -> tuple[InstallGroup, ...]:
@@ -65,16 +70,25 @@ class Installer:
         tensors = {(piece.name, piece.box): tensor for piece, tensor in landed}
         _check_complete(group, tensors)
         with torch.no_grad(), set_current_vllm_config(self._config):
-            part = OpenGroup(self._model.get_submodule(name), self._config.model_config, _inside(group))
+            with self._counted("opening"):
+                part = OpenGroup(self._model.get_submodule(name), self._config.model_config, _inside(group))
             try:
-                self._write(group, tensors, landed)
-                part.close()
+                with self._counted("copying"):
+                    self._write(group, tensors, landed)
+                with self._counted("processing"):
+                    part.close()
             except Exception as error:
                 error.untouched = part.restore()  # type: ignore[attr-defined]
                 raise
             for first, layer in self._ties:
                 if first in group.layers:
                     repack(layer)
+
+    @contextmanager
+    def _counted(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def _write(
         self,
@@ -83,9 +97,9 @@ class Installer:
         landed: Sequence[tuple[Piece, torch.Tensor]],
     ) -> None:
         buffers = _buffers_of(self._model, group.layers)
-        for traced in group.pieces:
-            view = traced.region.of(buffers)
-            view.copy_(tensors[traced.piece.name, traced.piece.box].reshape(view.shape))
+        views = [traced.region.of(buffers) for traced in group.pieces]
+        pieces = [tensors[traced.piece.name, traced.piece.box] for traced in group.pieces]
+        copy_all(views, [piece.reshape(view.shape) for piece, view in zip(pieces, views, strict=True)])
         for fill in group.fills:
             fill.region.of(buffers).fill_(fill.value)
         for copy in group.copies:

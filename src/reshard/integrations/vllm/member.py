@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from dataclasses import dataclass, field, replace
-from datetime import timedelta
+import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ConfigError
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
 
     from reshard.integrations.traced import LoadTrace
-    from reshard.integrations.vllm.guard import Guard
+    from reshard.integrations.vllm.facts import WorkerFacts
     from reshard.refit.landed import Landed
     from reshard.refit.report import RefitReport
     from reshard.refit.session import Session
@@ -37,55 +37,7 @@ _SERVED_LONGER = 10.0
 _CLOSE_SECONDS = 5.0
 """For giving back connections when the engine stops."""
 
-_WHILE_OTHERS_INSTALL = ("committing", "confirming")
-
 log = logging.getLogger("reshard.vllm")
-
-
-@dataclass(frozen=True)
-class SessionFacts:
-    """What a worker is told of the session; arguments of ``connect``, and how its model is read."""
-
-    address: str
-    world: str
-    expect: Mapping[str, int]
-    session: str = "default"
-    commit: str = "staged"
-    verify: str = "sum"
-    strategy: str = "reshard"
-    transport: str = "auto"
-    staging_nbytes: int | str = "512MiB"
-    topology: Mapping[str, Any] | None = None
-    """What joins the ranks, as ``Topology.to_json`` gives it; found out if not given."""
-
-    timeout_seconds: float = 60.0
-    check: bool = False
-    """Whether the trace is checked against a real load of random weights first; takes one more copy of the weights."""
-
-    whole: Mapping[str, str] = field(default_factory=dict)
-    """Tensors that travel whole and go through the model's loader: patterns of names, each with the reason."""
-
-    routes: Mapping[str, str] = field(default_factory=dict)
-    """As ``connect`` takes them."""
-
-    trainer: str = ""
-    """Of the trainer's process: where another one comes in its place, the workers join anew."""
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=self.timeout_seconds)
-
-    def __post_init__(self) -> None:
-        if self.world not in self.expect:
-            raise ConfigError(
-                f"world={self.world!r} is not in expect= ({', '.join(map(repr, self.expect))}). Name the engine there, "
-                f"with the number of its workers."
-            )
-        if self.commit != "staged":
-            raise ConfigError(
-                f"commit={self.commit!r}: a vLLM engine takes 'staged' only. In place, a trainer that dies would leave "
-                f"an engine that answers with some layers old and some new, and does not know it."
-            )
 
 
 class Member:
@@ -97,17 +49,15 @@ class Member:
         model: Its model.
         vllm_config: Its configuration.
         device: Where the weights lie.
-        guard: Stands before the model, whichever member wrote to it.
     """
 
     def __init__(
         self,
-        facts: SessionFacts,
+        facts: WorkerFacts,
         rank: int,
         model: torch.nn.Module,
         vllm_config: Any,
         device: torch.device,
-        guard: Guard,
     ) -> None:
         self.facts = facts
         self._rank = rank
@@ -118,7 +68,6 @@ class Member:
         self._installer: Installer | None = None
         self._trace: LoadTrace | None = None
         self._receiving: tuple[int, dict[str, Any], Handover] | None = None
-        self._guard = guard
         self._now: Handover | None = None
         """Of the refit that runs in the background."""
         self._held: Landed | None = None
@@ -126,6 +75,12 @@ class Member:
         self._epoch = -1
         self.report: RefitReport | None = None
         """Of the last refit that completed."""
+        self.wrote = False
+        """Whether the last ``install`` has written to the model."""
+        self.is_whole = False
+        """Whether it has written all of the model."""
+        self.seconds: dict[str, float] = {}
+        """Of the last ``install``: all of it, its waits for groups, and what the groups took, step by step."""
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="reshard-member", daemon=True)
         self._thread.start()
@@ -155,6 +110,7 @@ class Member:
             ConfigError: Another version, or none, is being received.
             ReshardError: The refit failed; the message says what this rank serves.
         """
+        self.wrote, self.is_whole, self.seconds = False, False, {}
         if self._receiving is None or self._receiving[0] != version:
             known = "none" if self._receiving is None else f"version {self._receiving[0]}"
             raise ConfigError(
@@ -162,14 +118,17 @@ class Member:
                 f'{{"action": "receive", "version": {version}}} first.'
             )
         handover = self._receiving[2]
+        if self._installer is not None:
+            self._installer.seconds.clear()
+        began = time.perf_counter()
         try:
             handover.serve(self._install, self.facts.timeout_seconds + _SERVED_LONGER)
-            self._guard.open()
-        except BaseException as error:
-            if self._may_be_mixed(handover, error):
-                self._guard.shut(str(error))
-            raise
         finally:
+            self.wrote = handover.touched or handover.installed > 0
+            if self._installer is not None:
+                self.is_whole = handover.installed == len(self._installer.groups)
+                steps = self._installer.seconds
+                self.seconds = {"waiting": time.perf_counter() - began - sum(steps.values()), **steps}
             handover.leave("the worker has stopped waiting for it")
             self._receiving = None
 
@@ -192,14 +151,10 @@ class Member:
         assert self._installer is not None
         self._installer.install(landed.group, landed.pieces)
 
-    def _may_be_mixed(self, handover: Handover, error: BaseException) -> bool:
-        """Whether the engine's weights may be of two versions after an install that failed."""
-        total = 0 if self._installer is None else len(self._installer.groups)
-        if handover.touched or 0 < handover.installed < total:
-            return True
-        others = self.facts.expect[self.facts.world] > 1
-        began = handover.installed > 0 or getattr(error, "phase", "") in _WHILE_OTHERS_INSTALL
-        return others and began  # this rank is whole, old or new; what its peers are it cannot know
+    @property
+    def world_size(self) -> int:
+        """How many workers the engine has."""
+        return self.facts.expect[self.facts.world]
 
     @property
     def trace(self) -> LoadTrace | None:

@@ -1,4 +1,4 @@
-"""All that is used of vLLM's private parts: its layerwise reload, and its groups of ranks.
+"""All that is used of vLLM's private parts: its layerwise reload, its groups of ranks, and what its sources wrap.
 
 A model that serves has its weights in kernel form (packed, transposed, renamed). vLLM notes for each layer, as it
 loads, what the loaders know: parameters of the checkpoint's form, on the meta device. From these a model is made
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import EnvironmentNotSupported
+from reshard.integrations.vllm.workers import SECONDS_METHOD
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -72,23 +73,44 @@ def checkpoint_form(model: torch.nn.Module, *, with_memory: bool = False) -> tor
     """
     vllm_version()
     with torch.no_grad():
-        return _copied(model, {}, with_memory)
+        return _copied(model, {}, {}, with_memory)
 
 
-def _copied(layer: torch.nn.Module, done: dict[int, torch.nn.Module], with_memory: bool) -> torch.nn.Module:
+def _copied(
+    layer: torch.nn.Module,
+    done: dict[int, torch.nn.Module],
+    tied: dict[int, torch.Tensor],
+    with_memory: bool,
+) -> torch.nn.Module:
+    """The copy of a layer.
+
+    Args:
+        layer: The live one.
+        done: By live layer, the copies made so far.
+        tied: By live parameter, likewise. A tied head has the embedding's, and its loaders must see that here too:
+            otherwise they load the embedding a second time, as the head's own.
+        with_memory: As ``checkpoint_form``.
+    """
     if id(layer) in done:
         return done[id(layer)]
     twin = done[id(layer)] = copy.copy(layer)
     twin._parameters, twin._buffers = {}, {}
     twin._non_persistent_buffers_set = set(layer._non_persistent_buffers_set)
     for name, (tensor, is_parameter) in _loadable(layer).items():
-        own = tensor if name in _shared_names() else _bound(tensor, layer, twin, with_memory)
+        live = layer._parameters.get(name)
+        if live is not None and id(live) in tied:
+            own = tied[id(live)]
+        else:
+            own = tensor if name in _shared_names() else _bound(tensor, layer, twin, with_memory)
+        if live is not None:
+            tied[id(live)] = own
         if is_parameter:
             twin._parameters[name] = own  # type: ignore[assignment]
         else:
             twin._buffers[name] = own
     twin._modules = {
-        name: None if child is None else _copied(child, done, with_memory) for name, child in layer._modules.items()
+        name: None if child is None else _copied(child, done, tied, with_memory)
+        for name, child in layer._modules.items()
     }
     return twin
 
@@ -227,6 +249,60 @@ def repack(layer: torch.nn.Module) -> None:
     if process is not None:
         with torch.no_grad():
             process(layer)
+
+
+def ask_for_tiles() -> None:
+    """Ask Linux for the tile registers (AMX) of this process, where there are any.
+
+    vLLM's kernels for CPUs use them without asking, which ends a worker at its first short prompt, unless something
+    else has asked before.
+    """
+    if torch.cpu._is_amx_tile_supported():
+        torch.cpu._init_amx()
+
+
+# -- the workers of one engine ----------------------------------------------------------------------------------------
+
+
+def hear_workers(word: Any, count: int) -> list[Any]:
+    """Tell the other workers of this engine a word; what all of them say, by rank.
+
+    Every worker calls it, in the thread in which it runs the model.
+
+    Args:
+        word: Plain data.
+        count: The workers that vLLM calls together: tensor times pipeline parallel ranks, without data parallel ones.
+    """
+    from vllm.distributed import parallel_state  # type: ignore[import-not-found,unused-ignore]
+
+    if count == 1:
+        return [word]
+    groups = (parallel_state._TP, parallel_state._INNER_DP_WORLD, parallel_state._WORLD)
+    group = next((one for one in groups if one is not None and one.world_size == count), None)
+    if group is None:
+        raise EnvironmentNotSupported(
+            f"vLLM has no group of the {count} workers of one engine. Pipeline parallel together with data parallel "
+            f"ranks are not supported; use tensor parallel ones."
+        )
+    words: list[Any] = [None] * count
+    torch.distributed.all_gather_object(words, word, group=group.cpu_group)
+    return words
+
+
+def let_workers_tell_seconds() -> None:
+    """Give vLLM's worker a method for ``collective_rpc``: by step, the seconds of its last install."""
+    from vllm.v1.worker.worker_base import WorkerBase  # type: ignore[import-not-found,unused-ignore]
+
+    def seconds(worker: Any) -> dict[str, float]:
+        return dict(getattr(worker.weight_transfer_engine, "seconds", {}))
+
+    setattr(WorkerBase, SECONDS_METHOD, seconds)
+
+
+def module_of(source: Any) -> torch.nn.Module | None:
+    """The module that a ``ModuleSource`` of vLLM's wraps, in every release; None of any other ``WeightSource``."""
+    module = getattr(source, "_module", None)
+    return module if isinstance(module, torch.nn.Module) else None
 
 
 # -- ranks without an engine ------------------------------------------------------------------------------------------

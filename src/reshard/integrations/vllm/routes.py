@@ -5,6 +5,9 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import select
+import threading
+import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit
 
@@ -25,6 +28,10 @@ _NEEDS = (
     f"Start it with {DEV_MODE} in its environment (vLLM has these routes only then) and with {BACKEND_FLAG}, where "
     f"reshard is installed beside vLLM"
 )
+_KEPT_SECONDS = 2.0
+"""For which a connection is used again: well below the five after which vLLM closes one. A server whose streams keep it
+busy takes its time to accept a new one, and within a pause that time counts."""
+
 _BODY_CHARACTERS = 600
 """Of an answer that is not 200, in an error."""
 
@@ -54,6 +61,13 @@ class Routes:
         self._host, self._port, self._path = parts.hostname, port, parts.path.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._headers = dict(headers or {})
+        self._kept: tuple[http.client.HTTPConnection, float] | None = None
+        """A connection that the next call may use, and since when nothing was asked over it."""
+        self._lock = threading.Lock()
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            self._swap(None)
 
     def get(self, route: str, deadline: Deadline, **query: Any) -> Any:
         """What a route answers: JSON, or None for an empty body."""
@@ -78,7 +92,8 @@ class Routes:
         if query:
             route = f"{route}?{urlencode(query)}"
         call_deadline = Deadline(min(self._timeout_seconds, deadline.remaining()))
-        connection = self._connection(self._host, self._port, timeout=max(0.001, call_deadline.remaining()))
+        connection = self._connect(max(0.001, call_deadline.remaining()))
+        is_kept = False
         try:
             payload = None if body is None else json.dumps(body).encode()
             headers = {**self._headers, "Content-Type": "application/json"} if payload else self._headers
@@ -86,6 +101,7 @@ class Routes:
             sock = connection.sock  # the answer takes it over if the server does not keep the connection
             with connection.getresponse() as answer:
                 text = _read(sock, answer, call_deadline)
+            is_kept = not answer.will_close
         except TimeoutError as error:
             raise RefitTimeout(
                 f"{what} had no answer for {call_deadline.seconds:.3g} s.", url=self.url, route=what
@@ -97,7 +113,10 @@ class Routes:
                 route=what,
             ) from error
         finally:
-            connection.close()
+            if is_kept:
+                self._swap((connection, time.monotonic()))
+            else:
+                connection.close()
         if answer.status != http.client.OK:
             raise _refusal(what, answer.status, text, self.url)
         try:
@@ -108,6 +127,33 @@ class Routes:
                 url=self.url,
                 route=what,
             ) from error
+
+    def _connect(self, timeout_seconds: float) -> http.client.HTTPConnection:
+        """The connection of the call before, if it is fresh and the server has not closed it; or a new one."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            connection, since = kept
+            is_fresh = time.monotonic() - since < _KEPT_SECONDS
+            if is_fresh and not _is_readable(connection.sock, 0):
+                connection.sock.settimeout(timeout_seconds)
+                return connection
+            connection.close()
+        return self._connection(self._host, self._port, timeout=timeout_seconds)
+
+    def _swap(self, kept: tuple[http.client.HTTPConnection, float] | None) -> None:
+        """Keep a connection for the next call; one that was kept, and nobody has used, is closed."""
+        with self._lock:
+            before, self._kept = self._kept, kept
+        if before is not None:
+            before[0].close()
+
+
+def _is_readable(sock: socket.socket, timeout_seconds: float) -> bool:
+    """Whether something has come, or the end; ``select.select`` would not take a descriptor above 1023."""
+    waiting = select.poll()
+    waiting.register(sock, select.POLLIN)
+    return bool(waiting.poll(timeout_seconds * 1000))
 
 
 def _read(sock: socket.socket, answer: http.client.HTTPResponse, deadline: Deadline) -> str:

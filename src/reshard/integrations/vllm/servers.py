@@ -70,6 +70,16 @@ class EngineFleet:
         """What each engine answers requests with, in one line."""
         return "; ".join(drive.serves for drive in self._drives.values())
 
+    @property
+    def seconds(self) -> dict[str, dict[str, float]]:
+        """By engine and phase, what the last refit took.
+
+        A pause is ``pausing`` + ``installing`` + ``finishing`` + ``resuming``, and waits for other engines and ranks
+        in between. ``installing`` is split into ``calling`` (the way to the workers and back), and of the slowest
+        worker ``waiting`` (for groups to be handed over), ``opening``, ``copying`` and ``processing``.
+        """
+        return {drive.name: dict(drive.seconds) for drive in self._drives.values()}
+
     # -- what a session asks of its engines ---------------------------------------------------------------------------
 
     def begin(self, facts: SessionFacts, version: int | None, deadline: Deadline) -> None:

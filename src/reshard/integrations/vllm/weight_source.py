@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import ManifestError
+from reshard.integrations.vllm.private import module_of
 from reshard.layouts.layout import Layout
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.mesh import Mesh
@@ -31,8 +32,8 @@ def read_source(source: Any, rank: int) -> tuple[Any, Lies | None]:
     Raises:
         ManifestError: A tensor is not what the source's metadata says.
     """
-    module = getattr(source, "_module", None)  # of ModuleSource, in every release
-    if isinstance(module, torch.nn.Module):
+    module = module_of(source)
+    if module is not None:
         return module, None
     if callable(source.metadata):  # 0.30 to 0.32
         tensors = {name: tensor for name, tensor in source if tensor is not None}  # None: another rank has it
