@@ -101,7 +101,8 @@ class Routes:
             sock = connection.sock  # the answer takes it over if the server does not keep the connection
             with connection.getresponse() as answer:
                 text = _read(sock, answer, call_deadline)
-            is_kept = not answer.will_close
+            # After an error vLLM's server closes the connection although it has not said so.
+            is_kept = not answer.will_close and answer.status == http.client.OK
         except TimeoutError as error:
             raise RefitTimeout(
                 f"{what} had no answer for {call_deadline.seconds:.3g} s.", url=self.url, route=what
