@@ -49,10 +49,11 @@ def _refits(ctx, address, count):
 
 def test_after_fifty_refits_a_process_holds_what_it_held_after_ten(pool):
     with reshard.serve_store() as store:
-        for early, late, _, _ in pool.run(_refits, str(store), 50, timeout=60):
+        for (early, middle, late), *_ in pool.run(_refits, str(store), 50, timeout=60):
             assert late[0] <= early[0] + 1, "descriptors (one may be open for a moment)"
             assert late[1] == early[1], "threads"
-            assert late[2] - early[2] < 512, "KiB"
+            # What leaks grows in both halves; threads that meet in malloc for the first time get an arena once.
+            assert min(middle[2] - early[2], late[2] - middle[2]) < 256, "KiB in each of two times twenty refits"
 
 
 def _epochs(ctx, address, count):
