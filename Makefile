@@ -48,6 +48,9 @@ define install
 	} || { echo 'uv could not install $(2); pip tries.' >&2; $(1)/bin/python -m pip install --quiet $(2); }
 endef
 
+# torch's store looks up the name of each address it meets; where an answer is lost, the resolver waits five seconds for it.
+demo test check test-vllm test-vllm-core bench: export RES_OPTIONS ?= timeout:1 attempts:2
+
 .PHONY: venv demo test check docs fmt bench clean venv-vllm test-vllm test-vllm-core
 
 venv: $(STAMP)

@@ -257,9 +257,10 @@ def test_a_cluster_is_not_seen_on_the_machine_and_leaves_nothing_there():
 
 
 SCRIPT = textwrap.dedent("""
-    import sys
+    import signal, sys
     from reshard.testing.hosts import Cluster
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started without it
     with Cluster(["A", "B"], rate="1Gbit") as cluster:
         sleeper = cluster.popen("B", ["sleep", "1000"])
         task = cluster.start("A", breakpoint)
