@@ -80,9 +80,13 @@ $(VLLM_STAMP): pyproject.toml $(VLLM_CONSTRAINTS)
 demo: $(STAMP)
 	@$(BIN)/reshard demo
 
-# tests/conftest.py puts the quick, pure tests first and those that start processes last.
+# Most tests wait for processes, so two run at a time; a file stays with one worker, whose pools of processes it shares.
+# tests/conftest.py puts the quick, pure tests first. `make test TEST_WORKERS=0` runs one after the other.
+TEST_WORKERS ?= 2
+TWO_AT_A_TIME := -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
+
 test: $(STAMP)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(TWO_AT_A_TIME)
 
 test-vllm: $(VLLM_STAMP)
 	@RESHARD_VLLM_REQUIRED=1 $(VLLM_VENV)/bin/python -m pytest tests/vllm
@@ -98,7 +102,7 @@ check: $(STAMP)
 	$(call step,layers,$(BIN)/python -m pytest tests/test_layers.py)
 	$(call step,doctests,$(BIN)/python -m pytest --doctest-modules $(PURE))
 	$(call step,docs,$(MAKE) docs)
-	$(call step,tests,$(BIN)/python -m pytest)
+	$(call step,tests,$(BIN)/python -m pytest $(TWO_AT_A_TIME))
 
 # A warning is an error; nothing is fetched. The output folder is new each time, so that no page of a lost file stays.
 docs: $(STAMP)

@@ -20,16 +20,19 @@ settings.load_profile("reshard")
 
 SEED = 20240229
 
-# Folders whose tests move bytes or start processes, in the order in which they run; all others come first.
+# Folders whose tests move bytes or start processes, in the order in which they run; all others come first, and then what
+# is slow: of two workers neither is left alone with it at the end.
 LATE = ("transports", "integrations", "refit", "conformance", "cases", "testing", "cli", "demo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the quick tests first, so that a mistake in pure code shows at once."""
 
-    def rung(item: pytest.Item) -> tuple[bool, int]:
+    def rung(item: pytest.Item) -> int:
+        if item.get_closest_marker("slow"):
+            return 1
         folder = item.path.parent.name
-        return item.get_closest_marker("slow") is not None, LATE.index(folder) + 1 if folder in LATE else 0
+        return LATE.index(folder) + 2 if folder in LATE else 0
 
     items.sort(key=rung)
 

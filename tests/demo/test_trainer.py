@@ -68,6 +68,7 @@ def train_alone(model, answer):
     return loss.item(), {n: p.detach().to(torch.bfloat16).add(gradients[n], alpha=-rate) for n, p in parameters.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["fsdp2", "fsdp3", "fsdp2 tp2", "fsdp1 tp2"])
 def test_a_cut_trainer_answers_and_steps_as_a_whole_model(pool, folder, source):
     model = make_model("llama")
