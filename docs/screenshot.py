@@ -1,6 +1,6 @@
 """Photograph the report page of DeepSeek-V3 for the README: ``python docs/screenshot.py > docs/report.png``.
 
-Needs the extra ``browser`` and a Chromium. The page is the one that the site shows.
+From its head to who sends to whom. Needs the extra ``browser`` and a Chromium. The page is the one that the site shows.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import from_code
 
+WIDTH = 1440
 FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 
 
@@ -25,9 +26,12 @@ def main() -> None:
         from_code.write_report(from_code.DEEPSEEK_V3, page_file)
         program = shutil.which("chromium") or shutil.which("chromium-browser")
         browser = playwright.chromium.launch(executable_path=program, args=list(FLAGS))
-        page = browser.new_page(viewport={"width": 1280, "height": 880}, color_scheme="light")
+        page = browser.new_page(viewport={"width": WIDTH, "height": 900}, color_scheme="light")
         page.goto(page_file.as_uri())
-        sys.stdout.buffer.write(page.screenshot())
+        end = page.locator("#matrix").bounding_box()
+        assert end is not None, "the page shows who sends to whom"
+        clip = {"x": 0, "y": 0, "width": WIDTH, "height": end["y"] + end["height"] + 18}
+        sys.stdout.buffer.write(page.screenshot(full_page=True, clip=clip))
         browser.close()
 
 

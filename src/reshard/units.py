@@ -25,7 +25,7 @@ def parse_nbytes(text: str | int) -> int:
         if text < 0:
             raise ConfigError(f"{text} bytes: a size is not negative.", value=text)
         return text
-    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text) if isinstance(text, str) else None
     unit = match.group(2).upper() if match else ""
     if match is None or unit not in _SIZES:
         raise ConfigError(f"{text!r} is not a size. Write a number and a unit, as in '512MiB' or '2GB'.", value=text)

@@ -528,3 +528,46 @@ def test_a_config_of_an_unknown_family_is_a_wrong_question(tmp_path):
     result = run("--model", path, "--source", "fsdp2", "--destination", "tp2")
     assert result.exit_code == 2
     assert "no rule gives the names and shapes of a model of the type 'rnn'" in result.stderr
+
+
+TWO_RANKS = ("--shape", "8x8", "--source", "a=1 []", "--destination", "b=1 []")
+
+
+@pytest.mark.parametrize(
+    ("cluster", "said"),
+    [
+        ("gb300", "'gb300' is neither a preset nor a file. Presets: dgx-h100, gb200-nvl72, one-host."),
+        ("gb300", "hosts, as in '0-1 / 2-5 @ 2Gbit'"),
+        ("dgx-h10", "Is 'dgx-h100' meant?"),
+        ("", "'' is neither a preset nor a file"),
+        ("0 / 0-1 @ 2Gbit", "names ranks 0, 1, and 0 more than once; the plan has ranks 0, 1."),
+        ("0 / 1 @ 2GB", "'2GB' is not a rate"),
+        ("one-host spine=2", "Topology 'one-host' of 1 domain has no leaf switches"),
+        ("dgx-h100 spine=2", "has no leaf switches"),
+        ("no-topology.json", "no-topology.json is not a topology (Topology.to_json): it has no 'domains'."),
+        ("list.json", "list.json is not a topology (Topology.to_json): it holds no JSON object."),
+    ],
+)
+def test_a_cluster_that_is_none_is_answered_with_those_there_are(cluster, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "no-topology.json").write_text('{"name": "x"}', "utf-8")
+    (tmp_path / "list.json").write_text("[]", "utf-8")
+    result = run(*TWO_RANKS, "--cluster", cluster)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert result.stderr.startswith("ConfigError: "), "nothing but the message"
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_refused_question_is_answered_with_the_error_alone():
+    asked = ("--model", "qwen3-0.6b", "--source", "fsdp2", "--destination", "tp2")
+    refused = run(*asked, "--cluster", "gb300")
+    assert refused.stderr.startswith("ConfigError: Cluster 'gb300'")
+    assert "fsdp2: an FSDP-like trainer" in run(*asked).stderr
+
+
+def test_more_stages_than_layers_are_refused():
+    result = run("--model", "qwen3-0.6b", "--source", "pp29", "--destination", "tp2")
+    assert result.exit_code == 2
+    assert "the model has 28 layers for 29 stages, and each takes at least one" in result.stderr
+    assert run("--model", "qwen3-0.6b", "--source", "pp28", "--destination", "tp2").exit_code == 0

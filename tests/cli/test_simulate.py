@@ -109,10 +109,31 @@ def test_calibrating_writes_what_costs_reads(tmp_path, monkeypatch):
     assert "--calibrate measures this machine" in result.stderr
 
 
-def test_published_asks_for_nothing_else():
-    result = run(*ASKED, "--published")
-    assert result.exit_code == 2
-    assert "leave the other options out" in result.stderr
+@pytest.mark.parametrize("option", ["--published", "--calibrate=costs.json"])
+@pytest.mark.parametrize(
+    ("others", "named"),
+    [(ASKED, "--source and --destination and --shape"), (("--mode", "totals"), "--mode")],
+)
+def test_what_has_its_own_question_takes_no_other(option, others, named):
+    result = run(*others, option)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"and nothing else; leave {named} out" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--step-seconds", "nan", "'nan' is not a length of time"),
+        ("--latency-seconds", "-1", "'-1' is not a length of time"),
+        ("--message-seconds", "soon", "'soon' is not a length of time"),
+        ("--copy-rate", "0", "'0' is nothing"),
+        ("--bucket", "0MiB", "'0MiB' is nothing"),
+    ],
+)
+def test_a_length_of_time_or_a_rate_that_cannot_be_is_a_wrong_question(option, value, said):
+    result = run(*ASKED, option, value)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
 
 
 @pytest.fixture(scope="module")

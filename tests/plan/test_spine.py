@@ -50,7 +50,7 @@ def test_with_full_bisection_the_spine_bounds_nothing_and_changes_no_plan():
     assert plans[1].reach == plans[0].reach
 
 
-def test_over_the_fast_link_first_a_holders_whole_domain_can_send():
+def test_over_the_fast_link_first_a_holders_domain_sends_from_the_rails_of_those_who_need_it():
     topology = presets.with_leaves(
         presets.grid("rails", 4, 2, local_bytes_per_second=9 * KIB, port_bytes_per_second=KIB),
         rails=2,
@@ -61,8 +61,22 @@ def test_over_the_fast_link_first_a_holders_whole_domain_can_send():
     local = replace(topology, cross_rail="local")
     plan = one_tensor([0], [3], local)
     assert plan.bound.spine_seconds == 0
-    assert plan.bound.out_seconds == Fraction(1, 2)  # by both ports of its domain
+    assert plan.bound.out_seconds == 1
     assert plan.reach.busiest_port.endswith("nic3") or plan.reach.busiest_port.endswith("nic1")
+    plan = one_tensor([0], [2, 3], local)
+    assert plan.reach.busiest_seconds == plan.bound.out_seconds == Fraction(1, 2)  # half of it on each rail
+
+
+def test_over_the_fast_link_first_no_port_sends_what_all_of_its_domain_hold():
+    hosts = presets.grid("rails", 8, 2, local_bytes_per_second=9 * KIB, port_bytes_per_second=KIB)
+    topology = presets.with_leaves(hosts, rails=2, domains=4, cross_rail="local")
+    rows = Layout((4, KIB), "uint8", Mesh({"fsdp": 4}), ("fsdp",))
+    halves = Layout((4, KIB), "uint8", Mesh({"dp": 2, "tp": 2}, range(4, 8)), ("tp",))
+    plan = plan_refit(rows, halves, topology, cut_nbytes=1)
+    plan.proof()
+    # all that host 0 holds is for rail 0, so its port there sends one copy and an engine's host hands on the other
+    assert plan.reach.busiest_seconds == plan.bound.seconds == 2
+    assert plan.reach.relayed_nbytes == 4 * KIB
 
 
 def test_where_holders_would_send_each_copy_over_a_slow_spine_relays_send_on_their_own_leaf():

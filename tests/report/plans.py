@@ -29,6 +29,17 @@ def two_engines(tp=2, hosts=None):
     return plan_refit(held, [gen0, gen1], topology)
 
 
+def on_leaves(oversubscription=1.0, domains=2, cross_rail="spine"):
+    """Four trainers on two hosts, four generators on two others; two rails over each ``domains`` hosts."""
+    held = world("trainer", Mesh({"fsdp": 4}), {"up": ("fsdp",)}, (64, 64))
+    wanted = world("gen0", Mesh({"tp": 4}), {"up": (None, "tp")}, (64, 64))
+    pod = presets.grid("pod", 8, 2, local_bytes_per_second=10**10, port_bytes_per_second=10**9)
+    railed = presets.with_leaves(
+        pod, rails=2, domains=domains, oversubscription=oversubscription, cross_rail=cross_rail
+    )
+    return plan_refit(held, wanted, railed)
+
+
 def many_experts(layers=4, experts=32, ranks=128):
     """A mixture of experts over many ranks on both sides, as routes between domains."""
     src, dst, each = {}, {}, experts // 16

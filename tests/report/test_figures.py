@@ -2,10 +2,11 @@ import re
 from itertools import pairwise
 
 import pytest
-from tests.report.plans import many_experts, rows_to_columns, two_engines
+from tests.report.plans import many_experts, on_leaves, rows_to_columns, two_engines
 
 from reshard import Layout, Manifest, Mesh, plan_refit
 from reshard.report.families import find_families
+from reshard.report.leaf_loads import leaf_loads, spine_nbytes
 from reshard.report.pair_matrix import LEVELS, MOST_CELLS, pair_matrix
 from reshard.report.port_loads import port_loads
 from reshard.report.ranks import named_ranks
@@ -157,6 +158,52 @@ def test_in_one_domain_the_ranks_stand_in_for_ports_and_no_bound_is_drawn():
     ]
     assert (loads.bound_share, loads.unit) == (0.0, "rank")
     assert [(span.name, span.first, span.last) for span in loads.spans] == [("trainer", 0, 1), ("gen0", 2, 5)]
+
+
+# -- leaves and spine ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("oversubscription", [1, 4])
+def test_leaves_are_measured_by_what_crosses_the_spine(oversubscription):
+    plan = on_leaves(oversubscription)
+    leaves = leaf_loads(plan)
+    up, down = [0] * 4, [0] * 4  # group 0 has ranks 0 to 3, and every other rank is on rail 1
+    for (a, b), nbytes in plan.pair_nbytes().items():
+        if (a // 4, a % 2) != (b // 4, b % 2) and a // 2 != b // 2:
+            up[a // 4 * 2 + a % 2] += nbytes
+            down[b // 4 * 2 + b % 2] += nbytes
+    assert [(load.out_nbytes, load.in_nbytes) for load in leaves.chart.loads] == list(zip(up, down, strict=True))
+    assert leaves.crossing_nbytes == spine_nbytes(plan) == sum(up) == 64 * 64 * 2
+    rate = 2 * 10**9 / oversubscription  # two ports of 10**9 a leaf
+    busiest = max(*up, *down) / rate
+    bound = float(plan.bound.spine_seconds if oversubscription > 1 else plan.bound.seconds)
+    assert leaves.chart.bound_share == pytest.approx(bound / max(bound, busiest))
+    assert max(load.out_share for load in leaves.chart.loads) == pytest.approx(max(up) / rate / max(bound, busiest))
+    assert leaves.is_blocking == (oversubscription > 1)
+
+
+def test_leaves_are_named_by_rail_and_below_it_by_group():
+    chart = leaf_loads(on_leaves()).chart
+    assert [load.name for load in chart.loads] == ["rail0", "rail1", "rail0", "rail1"]
+    assert [(span.name, span.first, span.last) for span in chart.spans] == [("group0", 0, 1), ("group1", 2, 3)]
+    assert chart.loads[0].title.startswith("group0/rail0 (2 ports)\nup to the spine ")
+
+
+def test_without_leaves_there_is_no_chart_and_over_the_fast_link_first_nothing_crosses():
+    assert leaf_loads(two_engines(hosts=True)) is None
+    assert spine_nbytes(two_engines(hosts=True)) == 0
+    leaves = leaf_loads(on_leaves(4, domains=4, cross_rail="local"))
+    assert (leaves.chart, leaves.crossing_nbytes) == (None, 0)
+    assert leaf_loads(on_leaves(4, domains=4)).crossing_nbytes > 0
+
+
+def test_a_port_is_charged_for_what_others_send_over_it():
+    plan = on_leaves(domains=4, cross_rail="local")
+    out = [0] * 8
+    for (a, b), nbytes in plan.pair_nbytes().items():
+        if a // 2 != b // 2:
+            out[a // 2 * 2 + b % 2] += nbytes  # the port of the sender's host that is on the receiver's rail
+    assert [load.out_nbytes for load in port_loads(plan).loads] == out
 
 
 # -- time ----------------------------------------------------------------------------------------------------------

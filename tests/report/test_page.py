@@ -4,7 +4,7 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from tests.report.plans import many_experts, rows_to_columns, two_engines
+from tests.report.plans import many_experts, on_leaves, rows_to_columns, two_engines
 
 from reshard import Layout, Manifest, Mesh, plan_refit
 from reshard.errors import PlanError, ProofError
@@ -145,3 +145,15 @@ def test_the_ports_stand_against_the_bound_where_there_are_domains():
     assert "Ports against the bound" in words
     assert "The line is the bound" in words
     assert "What each rank sends and receives" in Document(render_page(example())).words
+
+
+def test_leaf_switches_stand_below_the_ports_where_the_topology_has_them():
+    slow, full = (Document(render_page(make_page(on_leaves(ratio)))).words for ratio in (4, 1))
+    assert "8 KiB go from leaf to leaf over the spine." in slow
+    assert "the spine has less than full bisection" in slow
+    assert "at the busiest leaf" in slow
+    assert "The spine has full bisection" in full
+    assert "at the busiest port" in full
+    near = Document(render_page(make_page(on_leaves(4, domains=4, cross_rail="local")))).words
+    assert "Nothing crosses the spine" in near
+    assert "leaf to leaf" not in Document(render_page(make_page(two_engines(hosts=True)))).words

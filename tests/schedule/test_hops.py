@@ -92,6 +92,15 @@ def test_ranks_that_share_a_port_take_turns():
     assert sorted(hop.round for hop in hops) == list(range(20))
 
 
+def test_buckets_that_leave_by_the_port_of_another_rank_take_turns_there():
+    ports = Ports({0: 0, 1: 1, 2: 2, 3: 3}, (1024,) * 4, (1024,) * 4, sends_for=lambda sender, receiver: receiver - 2)
+    flows = [Flow(((0, 3),), (False,), 10), Flow(((1, 3),), (False,), 10), Flow(((1, 2),), (False,), 20)]
+    hops = flow_rounds(flows, ports, 1)
+    assert sorted(hop.round for hop in hops if hop.flow < 2) == list(range(20))  # both over port 1
+    assert sorted(hop.round for hop in hops if hop.flow == 2) == list(range(20))  # over port 0 meanwhile
+    assert ports.least_rounds({(0, 3): 10, (1, 3): 10, (1, 2): 20}) == 20
+
+
 def test_a_rate_between_whole_rounds_is_kept_on_the_average():
     ports = Ports({0: 0, 1: 1}, (1536, 1024), (1024, 1024))
     hops = flow_rounds([Flow(((0, 1),), (False,), 100)], ports, 1)

@@ -118,7 +118,8 @@ def test_the_command_says_which_leaf_is_busiest_and_for_what_part_of_the_time():
     assert quarter["spine_seconds"] > 2 * full["spine_seconds"]
     assert quarter["busiest_leaf_share"] == pytest.approx(1, abs=0.02)
     assert (local["busiest_leaf"], local["busiest_leaf_share"]) == (None, None)  # every host has a port on every rail
-    assert (local["busiest"], local["spine_seconds"]) == ("ports", 0)
+    assert local["spine_seconds"] == 0
+    assert local["seconds"] < quarter["seconds"]
     table = CliRunner().invoke(main, ["simulate", *DEEPSEEK, "--cluster", "dgx-h100 spine=4", "--strategy", "reshard"])
     assert "busiest leaf" in table.stdout
     assert quarter["busiest_leaf"] in table.stdout

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.json_files import MALFORMED, read_json
 from reshard.cli.output import emit_json, json_option
-from reshard.cli.problem import MALFORMED, plan_of, problem_options, read_json, read_problem
+from reshard.cli.problem import plan_of, problem_options, read_problem
 from reshard.errors import ManifestError, PlanError, ProofError, ReshardError
 from reshard.plan.plan import FIRST_FORMAT, PLAN_FORMAT, STRATEGIES
 from reshard.version import __version__
@@ -39,7 +40,6 @@ def check(file: str | None, strategy: str | None, as_json: bool, **problem: Any)
         if asked is None:
             plan, proof = prove_saved(file or "-")
         else:
-            asked.remark()
             plan = asked.plan(strategy)
             proof = plan.proof()
     except (ManifestError, ProofError) as error:
@@ -48,6 +48,8 @@ def check(file: str | None, strategy: str | None, as_json: bool, **problem: Any)
         else:
             click.echo(f"not proven: {error.message}")
         raise click.exceptions.Exit(EXIT_NO) from None
+    if asked is not None:
+        asked.remark()
     if as_json:
         emit_json({"proven": True, "digest": plan.digest, **asdict(proof)})
     else:

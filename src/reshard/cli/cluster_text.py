@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import difflib
+import os
 import re
-from pathlib import Path
-from typing import cast, get_args
+from itertools import pairwise
+from typing import TYPE_CHECKING, cast, get_args
 
+from reshard.cli.json_files import made_from, read_json
 from reshard.errors import ConfigError
+from reshard.report.ranks import number_runs
 from reshard.topology.presets import PRESETS, hosts, named, oversubscribed
 from reshard.topology.topology import CrossRail, Topology
 from reshard.units import parse_rate
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def read_topology(text: str, size: int) -> Topology:
@@ -26,15 +32,19 @@ def read_topology(text: str, size: int) -> Topology:
     """
     if "@" in text:
         return _hosts(text, size)
-    if Path(text).is_file():
-        try:
-            return Topology.from_json(json.loads(Path(text).read_text("utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{text} is not a topology (Topology.to_json): {error}.") from error
+    if os.path.isfile(text):
+        return made_from(read_json(text), text, Topology.from_json, "a topology (Topology.to_json)", ConfigError)
     name, *words = text.split() or [text]
-    if not words or name not in PRESETS:
-        return named(text, size)
-    return _with_spine(text, named(name, size), words)
+    if name not in PRESETS:
+        close = difflib.get_close_matches(name, PRESETS, n=1)
+        meant = f" Is {close[0]!r} meant?" if close else ""
+        raise ConfigError(
+            f"Cluster {text!r} is neither a preset nor a file.{meant} Presets: {', '.join(sorted(PRESETS))}. Describe "
+            f"any other by its hosts, as in '0-1 / 2-5 @ 2Gbit' (ranks of each host, and the rate of its port), or by "
+            f"a file that Topology.to_json wrote.",
+            value=text,
+        )
+    return _with_spine(text, named(name, size), words) if words else named(name, size)
 
 
 def _with_spine(text: str, topology: Topology, words: list[str]) -> Topology:
@@ -59,10 +69,18 @@ def _hosts(text: str, size: int) -> Topology:
     listed = sorted(rank for host in ranks for rank in host)
     if listed != list(range(size)):
         raise ConfigError(
-            f"Cluster {text!r} names ranks {listed}; the plan has ranks 0 to {size - 1}. Name each of them once."
+            f"Cluster {text!r} names {_which(listed)}; the plan has {_which(range(size))}. Name each of them once.",
+            value=text,
         )
-    speeds = [parse_rate(rate) // 8 for rate in rates.split(",")]
+    speeds = [parse_rate(rate.strip()) // 8 for rate in rates.split(",")]
     return hosts(ranks, port_bytes_per_second=speeds[0] if len(speeds) == 1 else speeds)
+
+
+def _which(ranks: Sequence[int]) -> str:
+    """Sorted ranks in words, those that are named twice too."""
+    twice = sorted({a for a, b in pairwise(ranks) if a == b})
+    named = f"ranks {number_runs(sorted(set(ranks)))}" if ranks else "no rank"
+    return f"{named}, and {number_runs(twice)} more than once" if twice else named
 
 
 def _ranks(text: str) -> list[int]:

@@ -33,7 +33,6 @@ def explain(
     sends it to which. Boxes are half-open and count from 0: [0:4, 2:8) is rows 0 to 3 of columns 2 to 7.
     """
     asked = read_problem(**problem)
-    asked.remark()
     plan = asked.plan(strategy)
     number = None if rank is None else read_rank(plan, rank)
     if name is None and number is None:
@@ -41,23 +40,29 @@ def explain(
             shown = ", ".join(spec.name for spec in plan.specs[:3])
             raise click.UsageError(f"The plan has {len(plan.specs)} tensors ({shown}, ...); name one, or a --rank.")
         name = plan.specs[0].name
+    if as_json:
+        facts = _facts(plan, name, number)
+        asked.remark()
+        emit_json(facts)
+        return
     if name is None:
         assert number is not None
-        if as_json:
-            rows = [row.to_json() for row in explain_rank(plan, number)]
-            emit_json({**_head(plan), "rank": number, "boxes": rows})
-        else:
-            click.echo(describe_rank(plan, number, limit=limit))
-        return
-    if as_json:
-        spec = next((spec for spec in plan.specs if spec.name == name), None)
-        rows = [row.to_json() for row in explain_transfers(plan, name, number)]
-        assert spec is not None  # explain_transfers has refused unknown names
-        tensor = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "nbytes": spec.nbytes}
-        emit_json({**_head(plan), "tensor": tensor, "rank": number, "transfers": rows})
-        return
-    # click takes the colours out again where stdout is no terminal or NO_COLOR is set
-    click.echo(describe_tensor(plan, name, number, limit=limit, colour=True))
+        text = describe_rank(plan, number, limit=limit)
+    else:  # click takes the colours out again where stdout is no terminal or NO_COLOR is set
+        text = describe_tensor(plan, name, number, limit=limit, colour=True)
+    asked.remark()
+    click.echo(text)
+
+
+def _facts(plan: Plan, name: str | None, number: int | None) -> dict[str, Any]:
+    if name is None:
+        assert number is not None
+        boxes = [row.to_json() for row in explain_rank(plan, number)]
+        return {**_head(plan), "rank": number, "boxes": boxes}
+    transfers = [row.to_json() for row in explain_transfers(plan, name, number)]  # refuses unknown names
+    spec = next(spec for spec in plan.specs if spec.name == name)
+    tensor = {"name": name, "shape": list(spec.shape), "dtype": spec.dtype, "nbytes": spec.nbytes}
+    return {**_head(plan), "tensor": tensor, "rank": number, "transfers": transfers}
 
 
 def _head(plan: Plan) -> dict[str, Any]:

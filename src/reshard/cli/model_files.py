@@ -86,7 +86,7 @@ def _with_config(model: Model, config: Mapping[str, Any], path: Path) -> Model:
         is_tied = bool(facts.get("tie_word_embeddings", model.is_tied))
         return replace(model, heads=heads, state_space=state_space_of(facts), is_tied=is_tied)
     except (ValueError, TypeError, AttributeError) as error:
-        raise ManifestError(f"{path} is not a readable config: {error!r}.") from error
+        raise ManifestError(f"{path} is not a readable config: {error}.") from error
 
 
 def _files(path: Path) -> list[Path]:
@@ -115,7 +115,7 @@ def _read_file(path: Path) -> Iterator[TensorSpec]:
         raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ManifestError(
-            f'{path} is not a list of tensors of the form {{"name": {{"dtype": "BF16", "shape": [8, 8]}}}}: {error!r}.'
+            f'{path} is not a list of tensors of the form {{"name": {{"dtype": "BF16", "shape": [8, 8]}}}}: {error}.'
         ) from error
     for name, dtype, shape in rows:
         yield _spec(path, name, dtype, shape)
@@ -131,7 +131,9 @@ def _header(path: Path) -> bytes:
 
 def _spec(path: Path, name: str, dtype: object, shape: Any) -> TensorSpec:
     if not isinstance(shape, list) or not all(isinstance(n, int) and n >= 0 for n in shape):
-        raise ManifestError(f"{name!r} in {path}: {shape!r} is not a shape.", tensor=name)
+        raise ManifestError(
+            f"{name!r} in {path}: {shape!r} is not a shape. Sizes are whole numbers, 0 or more.", tensor=name
+        )
     try:
         return TensorSpec(name, tuple(shape), _DTYPES.get(str(dtype), str(dtype)))
     except LayoutError as error:
@@ -142,7 +144,7 @@ def _config(path: Path) -> Mapping[str, Any]:
     try:
         config = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
-        raise ManifestError(f"{path} is not a readable config: {error!r}.") from error
+        raise ManifestError(f"{path} is not a readable config: {error}.") from error
     if not isinstance(config, dict):
         raise ManifestError(f"{path} is not a readable config: it is no object.")
     return config

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +33,33 @@ def size(value: str | int) -> int:
         return parse_nbytes(value)
     except ConfigError as error:
         raise click.BadParameter(str(error)) from error
+
+
+def size_above_zero(value: str | int) -> int:
+    """As ``size``, where 0 would make no sense.
+
+    Raises:
+        click.BadParameter: The text is no size, or 0; the command ends with exit code 2.
+    """
+    nbytes = size(value)
+    if not nbytes:
+        raise click.BadParameter(f"{value!r} is nothing. Give at least 1 byte, as in '8MiB'.")
+    return nbytes
+
+
+def seconds(value: str | float) -> float:
+    """Read an option's value such as ``2.5e-6`` into seconds.
+
+    Raises:
+        click.BadParameter: The text is no length of time; the command ends with exit code 2.
+    """
+    try:
+        length = float(value)
+    except ValueError:
+        length = -1.0
+    if not 0 <= length < inf:
+        raise click.BadParameter(f"{value!r} is not a length of time. Give seconds, 0 or more, as in '2.5e-6'.")
+    return length
 
 
 def emit_json(value: object) -> None:

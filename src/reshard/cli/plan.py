@@ -38,6 +38,7 @@ EXIT_NO = 1
 @click.option(
     "--staging",
     type=size,
+    metavar="SIZE",
     default=format_nbytes(DEFAULT_STAGING_NBYTES).replace(" ", ""),
     show_default=True,
     help="The most staging memory a rank may use.",
@@ -67,7 +68,6 @@ def plan(strategy: str | None, staging: int, output: str | None, as_json: bool, 
     if output == "-" and as_json:
         raise click.UsageError("--json and '--output -' both write to stdout; choose one.")
     asked = read_problem(**problem)
-    asked.remark()
     try:
         plans, proofs, plan_seconds = _plan(asked, STRATEGIES if strategy == "all" else (strategy,))
     except ProofError as error:
@@ -78,6 +78,7 @@ def plan(strategy: str | None, staging: int, output: str | None, as_json: bool, 
     order_seconds = time.perf_counter() - started
     if output is not None:
         _write(plans[0], output)
+    asked.remark()
     if as_json:
         emit_json({**_facts(plans[0], totals), "plan_seconds": plan_seconds, "order_seconds": order_seconds})
         return

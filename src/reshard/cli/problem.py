@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
@@ -12,13 +10,15 @@ import click
 
 from reshard.cli.cluster_text import read_topology
 from reshard.cli.completion import complete_cluster, complete_model
+from reshard.cli.json_files import called, made_from, read_json
 from reshard.cli.model_files import read_model
 from reshard.cli.shorthand import WorldText, number_worlds, one_tensor, parallelism_of, parse_shape
-from reshard.errors import ConfigError, ManifestError, PlanError, ReshardError
+from reshard.errors import ConfigError, ManifestError, PlanError
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.placement import SPLITS, Split
 from reshard.models.parallelism import describe
 from reshard.models.worlds import manifest_of
+from reshard.plan.match import place_worlds
 from reshard.plan.plan import STRATEGIES, Plan, plan_refit
 
 if TYPE_CHECKING:
@@ -32,7 +32,6 @@ FORMS = (
     "Give --source and --destination (manifest files, or shorthands with --shape or --model), or --plan with a saved "
     "plan."
 )
-MALFORMED = (KeyError, TypeError, ValueError, IndexError, AttributeError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +57,8 @@ class Problem:
     def _topology(self) -> Topology | None:
         if self.cluster is None:
             return None if self.saved is None else self.saved.topology
-        flat = plan_refit(self.source, self.destinations)
-        return read_topology(self.cluster, flat.size)
+        worlds = place_worlds(self.source, self.destinations)
+        return read_topology(self.cluster, max(world.first + world.size for world in worlds))
 
     def remark(self) -> None:
         """Say on stderr what the caller should know."""
@@ -204,21 +203,6 @@ def _is_shorthand(text: str) -> bool:
     return True
 
 
-def read_json(path: str) -> Any:
-    """Read JSON from a file, or from stdin for ``-``.
-
-    Raises:
-        ConfigError: There is no such file, or it is not JSON.
-    """
-    try:
-        text = sys.stdin.read() if path == "-" else Path(path).read_text("utf-8")
-        return json.loads(text)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
-    except (ValueError, RecursionError) as error:  # not JSON, or not even text
-        raise ConfigError(f"{_named(path)} is not JSON: {error}.") from error
-
-
 def read_manifest(path: str) -> Manifest:
     """Read a manifest that ``Manifest.to_json`` wrote.
 
@@ -226,15 +210,11 @@ def read_manifest(path: str) -> Manifest:
         ConfigError: The file cannot be read.
         ManifestError: It is not a manifest, or one that only its own rank can read.
     """
-    data = read_json(path)
-    try:
-        manifest = Manifest.from_json(data)
-    except MALFORMED as error:
-        raise ManifestError(f"{_named(path)} is not a manifest (Manifest.to_json): {_cause(error)}.") from error
+    manifest = made_from(read_json(path), path, Manifest.from_json, "a manifest (Manifest.to_json)", ManifestError)
     for entry in manifest.entries:
         if any(rank < 0 for holding in entry.holdings for rank in holding.ranks):
             raise ManifestError(
-                f"{_named(path)}: {entry.spec.name!r} is held by the rank that wrote the file, whose number it does "
+                f"{called(path)}: {entry.spec.name!r} is held by the rank that wrote the file, whose number it does "
                 f"not say. Save what all ranks have agreed on: the manifests of a compiled refit's plan (.plan.src).",
                 tensor=entry.spec.name,
             )
@@ -258,17 +238,4 @@ def plan_of(data: Any, path: str) -> Plan:
         PlanError: It is not a saved plan.
         ManifestError, CoverageError: The two sides that it says it is for do not fit together.
     """
-    try:
-        return Plan.from_json(data)
-    except ReshardError:
-        raise
-    except MALFORMED as error:
-        raise PlanError(f"{_named(path)} is not a saved plan (Plan.to_json): {_cause(error)}.") from error
-
-
-def _named(path: str) -> str:
-    return "stdin" if path == "-" else path
-
-
-def _cause(error: Exception) -> str:
-    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+    return made_from(data, path, Plan.from_json, "a saved plan (Plan.to_json)", PlanError)

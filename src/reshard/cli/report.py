@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.json_files import called, made_from, read_json
 from reshard.cli.output import emit_json, json_option, size, write_text
-from reshard.cli.problem import MALFORMED, problem_options, read_json, read_problem
+from reshard.cli.problem import problem_options, read_problem
 from reshard.errors import ConfigError, ProofError
 from reshard.plan.plan import STRATEGIES
 from reshard.report.html import make_page, render_page
@@ -36,6 +37,7 @@ _DEFAULT_STAGING = format_nbytes(DEFAULT_STAGING_NBYTES).replace(" ", "")
 @click.option(
     "--staging",
     type=size,
+    metavar="SIZE",
     help=f"The most staging memory a rank may use, for the rounds.  [default: {_DEFAULT_STAGING}, where they are "
     "found quickly]",
 )
@@ -62,14 +64,11 @@ def report(
     if output == "-" and as_json:
         raise click.UsageError("--json and '--output -' both write to stdout; choose one.")
     asked = read_problem(**problem)
-    asked.remark()
     plan = asked.plan(strategy)
     trace = None if trace_file is None else read_trace(trace_file, plan)
     others = [] if alone else [asked.plan(name) for name in STRATEGIES if name != plan.strategy]
     if staging is None and are_ordered_quickly([plan, *others], DEFAULT_STAGING_NBYTES):
         staging = DEFAULT_STAGING_NBYTES
-    elif staging is None:
-        click.echo(f"Rounds are left out, to be quick; --staging {_DEFAULT_STAGING} shows them.", err=True)
     try:
         page = make_page(
             plan, others=others, tensors=tensors, trace=trace, staging_nbytes=staging, about=_about(problem)
@@ -80,6 +79,9 @@ def report(
     text = render_page(page)
     nbytes = len(text.encode())
     write_text(text, output)
+    asked.remark()
+    if staging is None:
+        click.echo(f"Rounds are left out, to be quick; --staging {_DEFAULT_STAGING} shows them.", err=True)
     if as_json:
         drawn = [figure.name for figure in page.figures]
         emit_json({"digest": plan.digest, "nbytes": nbytes, "output": output, "tensors_drawn": drawn})
@@ -99,16 +101,11 @@ def read_trace(path: str, plan: Plan) -> Trace:
     Raises:
         ConfigError: The file cannot be read, it is not a trace, or it is the trace of another plan.
     """
-    data = read_json(path)
-    called = "stdin" if path == "-" else path
-    try:
-        trace = Trace.from_json(data)
-    except MALFORMED as error:
-        raise ConfigError(f"{called} is not a trace (Trace.to_json): {error}.") from error
+    trace = made_from(read_json(path), path, Trace.from_json, "a trace (Trace.to_json)", ConfigError)
     if trace.plan_digest not in (None, plan.digest):
         raise ConfigError(
-            f"{called} is the trace of plan {str(trace.plan_digest)[:16]}, and this is plan {plan.digest[:16]}. Give "
-            f"the plan that was followed: --plan FILE.",
+            f"{called(path)} is the trace of plan {str(trace.plan_digest)[:16]}, and this is plan {plan.digest[:16]}. "
+            f"Give the plan that was followed: --plan FILE.",
             plan=plan.digest,
         )
     return trace

@@ -177,7 +177,7 @@ def parallelism_of(world: WorldText, *, is_source: bool) -> Parallelism:
         )
     sizes = dict(world.axes)
     if len(sizes) != len(world.axes):
-        raise ConfigError(f"{world.text!r} gives an axis twice.", value=world.text)
+        raise ConfigError(f"{world.text!r} gives an axis twice. Give each once.", value=world.text)
     styles: list[Style] = [style for style in STYLES if style in world.words]
     orders = [word for word in world.words if word in EXPERT_ORDERS]
     if len(styles) > 1 or len(orders) > 1:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
-from reshard.cli.output import emit_json, json_option, size, stderr_console, write_text
-from reshard.cli.problem import problem_options, read_json, read_problem
+from reshard.cli.json_files import made_from, read_json
+from reshard.cli.output import emit_json, json_option, seconds, size, size_above_zero, stderr_console, write_text
+from reshard.cli.problem import problem_options, read_problem
 from reshard.cli.published_rows import describe_payload, describe_rows, payload_row, published_rows
 from reshard.errors import ConfigError
 from reshard.plan.plan import STRATEGIES
@@ -37,11 +39,14 @@ if TYPE_CHECKING:
 @click.option(
     "--staging",
     type=size,
+    metavar="SIZE",
     default=format_nbytes(DEFAULT_STAGING_NBYTES).replace(" ", ""),
     show_default=True,
     help="The most staging memory a rank may use.",
 )
-@click.option("--bucket", type=size, help="How large buckets are.  [default: chosen from --staging]")
+@click.option(
+    "--bucket", type=size_above_zero, metavar="SIZE", help="How large buckets are.  [default: chosen from --staging]"
+)
 @click.option(
     "--costs",
     "asked_costs",
@@ -56,22 +61,34 @@ if TYPE_CHECKING:
     show_default=True,
     help="Between ranks of one host, where --costs is a file.",
 )
-@click.option("--copy-rate", type=size, metavar="SIZE", help="Bytes that a rank packs or unpacks in a second (10GB).")
-@click.option("--message-seconds", type=float, help="What a message costs each end beside its bytes.")
-@click.option("--latency-seconds", type=float, help="Of a message over the network.")
+@click.option(
+    "--copy-rate", type=size_above_zero, metavar="SIZE", help="Bytes that a rank packs or unpacks in a second (10GB)."
+)
+@click.option(
+    "--message-seconds", type=seconds, metavar="SECONDS", help="What a message costs each end beside its bytes."
+)
+@click.option("--latency-seconds", type=seconds, metavar="SECONDS", help="Of a message over the network.")
 @click.option(
     "--mode",
     type=click.Choice(("events", "totals")),
     help="Every message, or what the busiest ends have to do.  [default: events where messages are few]",
 )
-@click.option("--step-seconds", type=float, help="Say what share of a training step of this length the refit takes.")
+@click.option(
+    "--step-seconds",
+    type=seconds,
+    metavar="SECONDS",
+    help="Say what share of a training step of this length the refit takes.",
+)
 @click.option("--trace", "trace_file", metavar="FILE", help="Write what moves when, for 'reshard report --trace'.")
 @click.option("--published", is_flag=True, help="The refits that others have published, beside what is predicted.")
 @click.option(
     "--calibrate", metavar="FILE", help="Measure copies, messages and links of this machine, for --costs, and no more."
 )
 @json_option
+@click.pass_context
 def simulate(
+    ctx: click.Context,
+    /,
     strategy: str | None,
     staging: int,
     bucket: int | None,
@@ -100,7 +117,7 @@ def simulate(
     measured, for predictions of what it would do itself.
     """
     if published:
-        _refuse_problem(problem)
+        _refuse_others(ctx, "--published", "plans what was published")
         rows, payload = published_rows(), payload_row()
         if as_json:
             emit_json({"rows": rows, "payload": payload})
@@ -108,16 +125,17 @@ def simulate(
             click.echo(f"{describe_rows(rows)}\n\n{describe_payload(payload)}")
         return
     if calibrate is not None:
-        _refuse_problem(problem, "--calibrate")
+        _refuse_others(ctx, "--calibrate", "measures this machine")
         _calibrate(calibrate)
+        if as_json and calibrate != "-":
+            emit_json({"output": calibrate})
         return
-    if step_seconds is not None and not step_seconds > 0:
+    if step_seconds == 0:
         raise click.UsageError("--step-seconds is a length of time; give more than 0.")
     names = STRATEGIES if strategy in (None, "all") else (strategy,)
     if trace_file is not None and mode == "totals":
         raise click.UsageError("--trace needs every message; leave '--mode totals' out.")
     asked = read_problem(**problem)
-    asked.remark()
     plans = [asked.plan(name) for name in names]
     costs = _costs(asked_costs, plans[0].topology.name, transport)
     given = {"copy_bytes_per_second": copy_rate, "message_seconds": message_seconds, "latency_seconds": latency_seconds}
@@ -138,6 +156,7 @@ def simulate(
         trace = predictions[0].trace
         assert trace is not None, "every message of the first strategy was simulated"
         _write(trace, trace_file)
+    asked.remark()
     if as_json:
         emit_json(_facts(plans[0].topology.name, predictions, costs, step_seconds))
     else:
@@ -145,10 +164,19 @@ def simulate(
         click.echo(f"costs: {costs.source}", err=True)
 
 
-def _refuse_problem(problem: dict[str, Any], option: str = "--published") -> None:
-    if any(problem.values()):
-        does = "plans what was published" if option == "--published" else "measures this machine"
-        raise click.UsageError(f"{option} {does}; leave the other options out.")
+_A_CALIBRATION = "a calibration ('reshard simulate --calibrate FILE' writes one)"
+
+
+def _refuse_others(ctx: click.Context, option: str, does: str) -> None:
+    """Raise click.UsageError where an option is given that would have no effect beside this one."""
+    others = [
+        param.opts[0]
+        for param in ctx.command.params
+        if param.name and ctx.get_parameter_source(param.name) is ParameterSource.COMMANDLINE
+        if not {option, "--json"} & set(param.opts)
+    ]
+    if others:
+        raise click.UsageError(f"{option} {does}, and nothing else; leave {' and '.join(others)} out.")
 
 
 def _calibrate(path: str) -> None:
@@ -170,10 +198,8 @@ def _costs(asked: str | None, cluster: str, transport: Literal["gloo", "shm"]) -
             f"--costs {asked}: there is no such file, and no preset of this name; presets are "
             f"{', '.join(sorted(PRESETS))}. 'reshard simulate --calibrate FILE' writes a file."
         )
-    data = read_json(asked)
-    if not isinstance(data, dict):
-        raise ConfigError(f"{asked} is not a calibration; 'reshard simulate --calibrate FILE' writes one.")
-    return Calibration.from_json(data).costs(transport)
+    calibration = made_from(read_json(asked), asked, Calibration.from_json, _A_CALIBRATION, ConfigError)
+    return calibration.costs(transport)
 
 
 def _share(prediction: Prediction, step_seconds: float) -> float:

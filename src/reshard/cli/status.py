@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from reshard.cli.output import emit_json, json_option
+from reshard.cli.output import emit_json, json_option, seconds
 from reshard.errors import MembershipError
 from reshard.refit.status import list_sessions, prefix_of, read_status
 from reshard.units import format_seconds
@@ -23,7 +23,7 @@ EXIT_NO = 1
 @click.command(epilog="Example: reshard status tcp://10.0.0.7:29400")
 @click.argument("store")
 @click.option("--session", help="Its name; all sessions of the store if not given.")
-@click.option("--timeout", default=10.0, show_default=True, help="Seconds to reach the store.")
+@click.option("--timeout", default="10", type=seconds, metavar="SECONDS", show_default=True, help="To reach the store.")
 @json_option
 def status(store: str, session: str | None, timeout: float, as_json: bool) -> None:
     """Show what every member of a session is doing.

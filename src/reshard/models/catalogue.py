@@ -240,9 +240,12 @@ def published(name: str) -> Published:
     """
     known = name.removesuffix(STACKED)
     if known not in CATALOGUE:
-        close = difflib.get_close_matches(known, CATALOGUE, n=3, cutoff=0.4) or list(CATALOGUE)
+        close = difflib.get_close_matches(known, CATALOGUE, n=3, cutoff=0.4)
+        which = (
+            f"Nearest: {', '.join(close)}; 'reshard models' lists all." if close else f"Known: {', '.join(CATALOGUE)}."
+        )
         raise ConfigError(
-            f"{name!r} is no model of the catalogue. Nearest: {', '.join(close)}; 'reshard models' lists all.",
+            f"{name!r} is no model of the catalogue. {which}",
             value=name,
         )
     return CATALOGUE[known]

@@ -70,7 +70,10 @@ def model_from_config(
         dtype = dtype_name(values.get("dtype") or values.get("torch_dtype") or "bfloat16")
         weights = tuple(_weights(prefix, outer, layers, dtype, stacked=stacked, outline=outline, is_tied=is_tied))
     except KeyError as error:
-        raise ConfigError(f"{name}: the config of a {family!r} model must have {error.args[0]!r}.") from error
+        raise ConfigError(
+            f"{name}: the config of a {family!r} model must have {error.args[0]!r}. Take the whole "
+            f"config.json of its checkpoint."
+        ) from error
     return Model(name, weights, heads, state_space_of(values), is_tied)
 
 

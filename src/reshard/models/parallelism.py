@@ -148,8 +148,16 @@ class Parallelism:
 
         >>> Parallelism("megatron", pp=2, vpp=2).stages(8), Parallelism("vllm", pp=3).stages(7)
         ((0, 0, 1, 1, 0, 0, 1, 1), (0, 0, 1, 1, 1, 2, 2))
+
+        Raises:
+            ConfigError: More stages, or chunks, than layers.
         """
         chunks = self.pp * self.vpp
+        if chunks > max(layers, 1):
+            each = f"{chunks} stages" if self.vpp == 1 else f"{chunks} chunks of pp{self.pp} times vpp{self.vpp}"
+            raise ConfigError(
+                f"{self}: the model has {layers} layers for {each}, and each takes at least one. Take a smaller pp."
+            )
         base, more = divmod(layers, chunks)
         longer = range(chunks - 1 - more, chunks - 1) if self.style == "vllm" and more else range(more)
         counts = [base + (chunk in longer) for chunk in range(chunks)]

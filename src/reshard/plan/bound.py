@@ -15,15 +15,14 @@ lend its port, and a domain could take a slice in twice to spare its fast link.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.plan.cells import ranks_of
 from reshard.plan.entries import find_entries
 from reshard.plan.spine import least_spine_seconds
 from reshard.plan.supply import least_seconds
-from reshard.topology.topology import Port
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -64,6 +63,11 @@ class Reach:
     copies_into: tuple[tuple[str, Fraction], ...]
     """By domain: bytes that come in, as a multiple of the distinct bytes that its ranks need from outside."""
 
+    @property
+    def busiest_kind(self) -> Literal["port", "leaf"]:
+        """Whether a port is busiest, or a leaf's way to the spine or from it."""
+        return "leaf" if self.busiest_port.startswith(("up from ", "down to ")) else "port"
+
     def to_json(self) -> dict[str, Any]:
         return {
             "busiest_seconds": float(self.busiest_seconds),
@@ -80,8 +84,6 @@ def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
         return Bound(Fraction(0), Fraction(0), Fraction(0))
     entries = find_entries(classes, topology)
     out_seconds, in_seconds = least_seconds(entries, topology)
-    if topology.leaves and topology.cross_rail == "local":
-        out_seconds, _ = least_seconds(entries, _pooled(topology))
     by_mask: dict[int, int] = {}
     for cls in classes:
         needers = cls.needers & ~cls.holders
@@ -96,16 +98,6 @@ def find_bound(classes: Sequence[RouteClass], topology: Topology) -> Bound:
         domain = topology.domains[topology.domain_of(rank)]
         slowest = max(slowest, Fraction(nbytes, port.in_bytes_per_second + domain.bytes_per_second))
     return Bound(out_seconds, in_seconds, slowest, least_spine_seconds(entries, topology))
-
-
-def _pooled(topology: Topology) -> Topology:
-    """One port for all ranks of a domain: as fast as they are together where each may send over another one's."""
-    rates: dict[int, int] = {}
-    for port in topology.ports:
-        home = topology.domain_of(port.ranks[0])
-        rates[home] = rates.get(home, 0) + port.out_bytes_per_second
-    ports = tuple(Port(d.name, d.ranks, rates[at], rates[at]) for at, d in enumerate(topology.domains) if at in rates)
-    return replace(topology, ports=ports, leaves=())
 
 
 def measure_reach(classes: Sequence[RouteClass], routes: Sequence[Route], topology: Topology) -> Reach:

@@ -118,7 +118,14 @@ def nearest(name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(_NUMBER.sub("#", name), kinds, n=3, cutoff=0.5)
     if close:
         return f"Nearest source names: {', '.join(repr(max(kinds[kind], key=likeness)) for kind in close)}."
-    return f"The source has {count(sum(map(len, kinds.values())), 'tensor')}."
+    names = [other for kind in kinds.values() for other in kind]
+    if not names:
+        return "The source has no tensor."
+    more = " and more" if len(names) > _NAMED else ""
+    return f"The source has {count(len(names), 'tensor')}: {', '.join(map(repr, names[:_NAMED]))}{more}."
+
+
+_NAMED = 3
 
 
 def line_up(

@@ -193,8 +193,8 @@ class Plan:
         return (
             f"  {self.topology.name}: {count(len(self.topology.domains), 'domain')}, crossing "
             f"{format_nbytes(reach.crossing_nbytes)}, relayed {format_nbytes(reach.relayed_nbytes)}\n"
-            f"  busiest port {reach.busiest_port} {format_seconds(float(reach.busiest_seconds))}, {of_bound} "
-            f"({format_seconds(float(bound))})\n"
+            f"  busiest {reach.busiest_kind} {reach.busiest_port} {format_seconds(float(reach.busiest_seconds))}, "
+            f"{of_bound} ({format_seconds(float(bound))})\n"
             f"  copies into {into or 'no domain'}{more}"
         )
 

@@ -33,6 +33,24 @@ def ports_of(ranks: Sequence[int], topology: Topology) -> dict[int, list[int]]:
     return ports
 
 
+def sending_ports(ranks: Sequence[int], entry: Entry, topology: Topology) -> dict[int, list[int]]:
+    """The ports over which some ranks send an entry, each with those of the ranks that send over it.
+
+    A rank's own port; with ``cross_rail="local"`` those of its domain at the leaves of the entry's needers.
+    """
+    if topology.cross_rail == "spine" or not topology.leaves:
+        return ports_of(ranks, topology)
+    at_leaf: dict[int, int] = {}
+    for _, needers in entry.domains:
+        for needer in needers:
+            at_leaf.setdefault(topology.leaf_of(topology.port_of(needer)), needer)
+    ports: dict[int, dict[int, None]] = {}
+    for rank in ranks:
+        for needer in at_leaf.values():
+            ports.setdefault(topology.port_of(topology.sends_for(rank, needer)), {})[rank] = None
+    return {port: list(senders) for port, senders in sorted(ports.items())}
+
+
 class Portions:
     """Deals out the entries of a plan, one after the other.
 
@@ -47,6 +65,7 @@ class Portions:
         self._out = _Load({at: port.out_bytes_per_second for at, port in enumerate(topology.ports)})
         self._in = _Load({at: port.in_bytes_per_second for at, port in enumerate(topology.ports)})
         self._ports: dict[tuple[int, ...], dict[int, list[int]]] = {}
+        self._others_ports: dict[tuple[tuple[int, ...], int], dict[int, list[int]]] = {}
         self._alone: dict[tuple[int, int], tuple[tuple[Portion, ...], ...] | None] = {}
         self._thinnest: dict[int, int] = {}
 
@@ -54,6 +73,14 @@ class Portions:
         if ranks not in self._ports:
             self._ports[ranks] = ports_of(ranks, self._topology)
         return self._ports[ranks]
+
+    def _sending(self, ranks: tuple[int, ...], entry: Entry) -> dict[int, list[int]]:
+        key = ranks, entry.needers
+        if self._topology.cross_rail == "spine":
+            return self._ports_of(ranks)
+        if key not in self._others_ports:
+            self._others_ports[key] = sending_ports(ranks, entry, self._topology)
+        return self._others_ports[key]
 
     # -- out -------------------------------------------------------------------------------------------------------
 
@@ -65,7 +92,7 @@ class Portions:
             first: Bytes of its first copy by port.
             others: Bytes of its other copies by port.
         """
-        holders, relays = self._ports_of(entry.holders), self._ports_of(entry.relays)
+        holders, relays = self._sending(entry.holders, entry), self._sending(entry.relays, entry)
         copies = len(entry.domains) - 1
         return (
             self._portions(first, holders, entry.nbytes, 1),

@@ -43,7 +43,7 @@ class Proof:
         return (
             f"proven: {count(self.tensors, 'tensor')} in {count(self.patterns, 'pattern')}, "
             f"{count(self.cells, 'cell')}, {count(self.classes, 'class', 'classes')}, {count(self.routes, 'route')}; "
-            f"{count(self.delivered_nbytes, 'byte')} delivered exactly once"
+            f"{self.delivered_nbytes:,} byte{'' if self.delivered_nbytes == 1 else 's'} delivered exactly once"
         )
 
 

@@ -26,7 +26,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from reshard.plan.balance import PortFlow, deal
-from reshard.plan.portions import Portions, Suppliers, ports_of, scaled
+from reshard.plan.portions import Portions, Suppliers, ports_of, scaled, sending_ports
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -90,15 +90,17 @@ class _SentOut:
         self._pools: dict[int, tuple[int, ...]] = {}  # ports of the ranks that have a class once it has come in
         pool_of: dict[tuple[int, ...], int] = {}
         relays_of: dict[int, tuple[int, ...]] = {}
-        holders_of: dict[tuple[int, ...], tuple[int, ...]] = {}
+        holders_of: dict[tuple[tuple[int, ...], int], tuple[int, ...]] = {}
+        crosses_first = topology.cross_rail == "local"  # then the ports that send depend on who needs it
         for at, entry in enumerate(entries):
-            if entry.holders not in holders_of:
-                holders_of[entry.holders] = tuple(ports_of(entry.holders, topology))
-            holders = holders_of[entry.holders]
+            key = entry.holders, entry.needers if crosses_first else 0
+            if key not in holders_of:
+                holders_of[key] = tuple(sending_ports(entry.holders, entry, topology))
+            holders = holders_of[key]
             self._firsts.setdefault(holders, []).append(at)
             if len(entry.domains) > 1:
                 if entry.needers not in relays_of:
-                    relays_of[entry.needers] = tuple(ports_of(entry.relays, topology))
+                    relays_of[entry.needers] = tuple(sending_ports(entry.relays, entry, topology))
                 relays = relays_of[entry.needers]
                 pool = pool_of.setdefault(relays, -1 - len(pool_of))
                 self._pools[pool] = relays

@@ -17,6 +17,7 @@ from markupsafe import Markup
 
 from reshard.report.families import Family, find_families
 from reshard.report.flows import kinds_of_pattern
+from reshard.report.leaf_loads import LeafLoads, leaf_loads
 from reshard.report.pair_matrix import PairMatrix, pair_matrix
 from reshard.report.port_loads import PortLoads, port_loads
 from reshard.report.strategies import Row, compare
@@ -63,6 +64,7 @@ class Page:
 
     matrix: PairMatrix | None
     ports: PortLoads | None
+    leaves: LeafLoads | None
     timeline: Timeline | None
     strategies: tuple[str, ...]
     comparison: tuple[Row, ...]
@@ -123,6 +125,7 @@ def make_page(
         undrawn=len(kinds) - len(figure_of_kind),
         matrix=pair_matrix(plan),
         ports=port_loads(plan),
+        leaves=leaf_loads(plan),
         timeline=None if trace is None else draw_timeline(plan, trace),
         strategies=tuple(each.strategy for each in (plan, *others)),
         comparison=compare([plan, *others], staging_nbytes=staging_nbytes),
@@ -164,7 +167,7 @@ def _tiles(plan: Plan) -> tuple[Tile, ...]:
         Tile(format_nbytes(reach.crossing_nbytes), "between domains", into),
         Tile(
             format_seconds(float(reach.busiest_seconds)),
-            "at the busiest port",
+            f"at the busiest {reach.busiest_kind}",
             f"{float(reach.busiest_seconds / bound):.3f} of the bound, {format_seconds(float(bound))}" if bound else "",
         ),
     ]

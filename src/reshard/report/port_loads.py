@@ -74,7 +74,7 @@ def _of_ports(plan: Plan) -> PortLoads | None:
     out, into = [0] * len(topology.ports), [0] * len(topology.ports)
     for (a, b), nbytes in plan.pair_nbytes().items():
         if topology.domain_of(a) != topology.domain_of(b):
-            out[topology.port_of(a)] += nbytes
+            out[topology.port_of(topology.sends_for(a, b))] += nbytes
             into[topology.port_of(b)] += nbytes
     seconds = [
         (out[at] / port.out_bytes_per_second, into[at] / port.in_bytes_per_second)
@@ -85,7 +85,7 @@ def _of_ports(plan: Plan) -> PortLoads | None:
     used = [at for at, port in enumerate(topology.ports) if any(rank < plan.size for rank in port.ranks)]
     if not top or not used:
         return None
-    kept, left_out = _busiest(used, [max(pair) for pair in seconds])
+    kept, left_out = busiest_columns(used, [max(pair) for pair in seconds])
     loads = []
     for at in kept:
         port, (sends, takes) = topology.ports[at], seconds[at]
@@ -99,7 +99,7 @@ def _of_ports(plan: Plan) -> PortLoads | None:
     if homes == [load.name for load in loads]:  # one port a host, called like the host
         return PortLoads(tuple(loads), (), "port", bound / top, format_seconds(top), left_out)
     prefix = _common_prefix(homes)
-    spans = _spans([home.removeprefix(prefix) for home in homes])
+    spans = spans_of([home.removeprefix(prefix) for home in homes])
     return PortLoads(tuple(loads), spans, "port", bound / top, format_seconds(top), left_out, prefix)
 
 
@@ -108,7 +108,9 @@ def _of_ranks(plan: Plan) -> PortLoads | None:
     top = max([*sent.values(), *received.values()], default=0)
     if not top:
         return None
-    kept, left_out = _busiest(range(plan.size), [max(sent.get(r, 0), received.get(r, 0)) for r in range(plan.size)])
+    kept, left_out = busiest_columns(
+        range(plan.size), [max(sent.get(r, 0), received.get(r, 0)) for r in range(plan.size)]
+    )
     loads = []
     for rank in kept:
         out, into = sent.get(rank, 0), received.get(rank, 0)
@@ -116,11 +118,11 @@ def _of_ranks(plan: Plan) -> PortLoads | None:
         world = max((w for w in plan.worlds if w.first <= rank), key=lambda w: w.first)
         loads.append(Load(str(rank - world.first), out, into, out / top, into / top, title))
     homes = [next(w.name for w in plan.worlds if w.first <= r < w.first + w.size) for r in kept]
-    spans = _spans(homes) if len(plan.worlds) > 1 else ()
+    spans = spans_of(homes) if len(plan.worlds) > 1 else ()
     return PortLoads(tuple(loads), spans, "rank", 0.0, format_nbytes(top), left_out)
 
 
-def _busiest(columns: Sequence[int], weight: Sequence[float]) -> tuple[list[int], int]:
+def busiest_columns(columns: Sequence[int], weight: Sequence[float]) -> tuple[list[int], int]:
     """At most as many columns as can be told apart, in their own order."""
     kept = sorted(columns, key=lambda at: (-weight[at], at))[:_MOST_COLUMNS]
     return sorted(kept), len(columns) - len(kept)
@@ -132,7 +134,8 @@ def _common_prefix(names: Sequence[str]) -> str:
     return prefixes.pop() if len(prefixes) == 1 and len(set(names)) > 1 else ""
 
 
-def _spans(homes: Sequence[str]) -> tuple[Span, ...]:
+def spans_of(homes: Sequence[str]) -> tuple[Span, ...]:
+    """Neighbours of one home as spans."""
     spans: list[Span] = []
     for at, home in enumerate(homes):
         if spans and spans[-1].name == home:

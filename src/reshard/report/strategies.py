@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from reshard.report.leaf_loads import spine_nbytes
 from reshard.report.ranks import short_rank
 from reshard.schedule.bucket import size_buckets
 from reshard.schedule.schedule import plan_schedule
@@ -55,8 +56,13 @@ def compare(plans: Sequence[Plan], *, staging_nbytes: int | None = None) -> tupl
     if any(not plan.topology.is_flat for plan in plans):
         rows += [
             _bytes("Between domains", plans, lambda plan: plan.reach.crossing_nbytes),
+            *([_bytes("Over the spine", plans, spine_nbytes)] if plans[0].topology.leaves else []),
             _bytes("Relayed", plans, lambda plan: plan.reach.relayed_nbytes),
-            _bars("Busiest port", [float(plan.reach.busiest_seconds) for plan in plans], format_seconds),
+            _bars(
+                "Busiest port or leaf" if plans[0].topology.is_blocking else "Busiest port",
+                [float(plan.reach.busiest_seconds) for plan in plans],
+                format_seconds,
+            ),
             Row("Of the bound", tuple(Figure(_of_bound(plan), 0.0) for plan in plans)),
         ]
     rows.append(_bars("Pairs", [len(plan.pair_nbytes()) for plan in plans], lambda n: f"{n:,}"))

@@ -68,6 +68,8 @@ class Ports:
     of_rank: Mapping[int, int]
     out_ticks: tuple[int, ...]
     in_ticks: tuple[int, ...]
+    sends_for: Callable[[int, int], int] | None = None
+    """By sender and receiver the rank whose port sends; None where it is always the sender's own."""
 
     @classmethod
     def of(cls, topology: Topology) -> Ports:
@@ -78,13 +80,19 @@ class Ports:
             {rank: at for at, port in enumerate(ports) for rank in port.ranks},
             tuple(-(-fastest * _TICKS // port.out_bytes_per_second) for port in ports),
             tuple(-(-fastest * _TICKS // port.in_bytes_per_second) for port in ports),
+            topology.sends_for if topology.cross_rail == "local" else None,
         )
+
+    def ends_of(self, pair: Pair) -> Pair:
+        """The ports that a bucket between two ranks leaves and comes in by."""
+        sender = pair[0] if self.sends_for is None else self.sends_for(*pair)
+        return self.of_rank[sender], self.of_rank[pair[1]]
 
     def least_rounds(self, counts: Mapping[Pair, int]) -> int:
         """The rounds in which the busiest port can do its share of ``counts`` buckets between ranks."""
         ticks: dict[tuple[str, int], int] = {}
-        for (sender, receiver), count in counts.items():
-            out, into = self.of_rank[sender], self.of_rank[receiver]
+        for pair, count in counts.items():
+            out, into = self.ends_of(pair)
             ticks["out", out] = ticks.get(("out", out), 0) + count * self.out_ticks[out]
             ticks["in", into] = ticks.get(("in", into), 0) + count * self.in_ticks[into]
         return -(-max(ticks.values(), default=0) // _TICKS)
@@ -100,8 +108,8 @@ def flow_rounds(flows: Sequence[Flow], ports: Ports, local_steps: int, run: int 
         run: How many buckets in a row are placed as one, over as many rounds: a larger plan takes no longer then.
 
     Returns:
-        Hops in the order in which they were placed; in each step of a round a rank sends at most one bucket and
-        receives at most one.
+        Hops in the order in which they were placed; in each round a port sends at most one bucket and receives at most
+        one, and so does a rank in each step inside.
     """
     wanted = _Flows(flows, ports, local_steps, run)
     hops: list[Hop] = []
@@ -128,8 +136,8 @@ class _Flows:
         self._local_steps = local_steps
         self.left = sum(-(-flow.count // run) * len(flow.edges) for flow in flows)
         self._after = [_followers(flow.edges) for flow in flows]
-        self._network = _Ready(ports.of_rank.__getitem__, ports.out_ticks, ports.in_ticks)
-        self._inside = _Ready(int, None, None)
+        self._network = _Ready(ports.ends_of, ports.out_ticks, ports.in_ticks)
+        self._inside = _Ready(lambda pair: pair, None, None)
         self._due: dict[int, list[tuple[Run, int]]] = {}
         for flow in flows:
             for pair, inside in zip(flow.edges, flow.inside, strict=True):
@@ -188,15 +196,15 @@ class _Ready:
     """The buckets that are ready on one kind of link, and how much each end has left to do there in all.
 
     Args:
-        end_of: What stands for a rank there: its port, or the rank itself.
+        ends_of: What stands for two ranks there: the ports between them, or the ranks themselves.
         out_ticks: What a bucket costs each sending end; None where it costs one unit of time everywhere.
         in_ticks: What it costs a receiving end.
     """
 
     def __init__(
-        self, end_of: Callable[[int], int], out_ticks: Sequence[int] | None, in_ticks: Sequence[int] | None
+        self, ends_of: Callable[[Pair], Pair], out_ticks: Sequence[int] | None, in_ticks: Sequence[int] | None
     ) -> None:
-        self._end_of = end_of
+        self._ends_of = ends_of
         self._ticks = (out_ticks, in_ticks)
         self._queues: dict[Pair, deque[tuple[Run, int, int, bool]]] = {}
         self._relayed: dict[int, set[int]] = {}
@@ -210,9 +218,6 @@ class _Ready:
         self._out_busy: dict[int, int] = {}
         self._in_busy: dict[int, int] = {}
 
-    def _ends(self, pair: Pair) -> Pair:
-        return self._end_of(pair[0]), self._end_of(pair[1])
-
     def _cost(self, ends: Pair, count: int) -> Pair:
         out_ticks, in_ticks = self._ticks
         return (
@@ -222,14 +227,14 @@ class _Ready:
 
     def expect(self, pair: Pair, count: int) -> None:
         """Count buckets that will be ready on a pair some time."""
-        ends = self._ends(pair)
+        ends = self._ends_of(pair)
         out, into = self._cost(ends, count)
         self._out[ends[0]] = self._out.get(ends[0], 0) + out
         self._in[ends[1]] = self._in.get(ends[1], 0) + into
 
     def add(self, pair: Pair, hop: Run, count: int, ready: int, *, relayed: bool) -> None:
         """Make a run of ``count`` buckets ready on a pair from a time on."""
-        ends = self._ends(pair)
+        ends = self._ends_of(pair)
         queue = self._queues.setdefault(ends, deque())
         queue.append((hop, count, ready, relayed))
         self._waiting[ends[0]] = self._waiting.get(ends[0], 0) + count

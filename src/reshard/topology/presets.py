@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from reshard.errors import ConfigError
 from reshard.topology.topology import ONE_HOST, Domain, Leaf, Port, Topology
+from reshard.units import count
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -90,11 +91,11 @@ def oversubscribed(topology: Topology, ratio: float = 1.0, cross_rail: CrossRail
         ConfigError: A ratio below 1, or a topology without leaves: ``with_leaves`` adds them.
     """
     if not 1 <= ratio < float("inf"):
-        raise ConfigError(f"A spine is oversubscribed {ratio} to 1; full bisection is 1 to 1, and no less.")
+        raise ConfigError(f"A spine is oversubscribed {ratio} to 1; full bisection is 1 to 1. Give 1 or more.")
     if not topology.leaves:
         raise ConfigError(
-            f"Topology {topology.name!r} of {len(topology.domains) or 1} domains has no leaf switches, so no spine "
-            f"joins them. Use a preset with rails and ranks of several domains."
+            f"Topology {topology.name!r} of {count(len(topology.domains) or 1, 'domain')} has no leaf switches, so "
+            f"there is no spine. Use a preset with rails and ranks of several domains."
         )
     leaves = tuple(
         replace(

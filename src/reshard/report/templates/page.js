@@ -86,6 +86,8 @@
     const names = [...new Set([...matrix.senders, ...matrix.receivers])];
     const choice = byId("rank-choice");
     choice.append(...names.map((name) => new Option(name, name)));
+    const hands = matrix.senders.find((name) => matrix.receivers.includes(name));
+    if (hands) choice.value = hands; // one that both sends and receives says most
     const drawRank = () => {
       const peers = { "Sends to": [], "Receives from": [] };
       for (const [key, nbytes] of sums) {
@@ -95,17 +97,18 @@
       }
       const style = getComputedStyle(document.documentElement);
       const colour = (name) => style.getPropertyValue(name).trim();
-      const width = Math.min(620, Math.max(240, byId("rank-peers").clientWidth));
       byId("rank-peers").replaceChildren();
       for (const [way, fill] of [["Sends to", colour("--out")], ["Receives from", colour("--in")]]) {
         const all = d3.sort(peers[way], (row) => -row.nbytes);
         const top = all.slice(0, MOST_PEERS);
         const head = document.createElement("h3");
         head.textContent = `${way} ${all.length} ${all.length === 1 ? "peer" : "peers"}, ${bytes(d3.sum(all, (row) => row.nbytes))}`;
-        byId("rank-peers").append(head);
+        const part = document.createElement("div");
+        part.append(head);
+        byId("rank-peers").append(part);
         if (!all.length) continue;
-        byId("rank-peers").append(Plot.plot({
-          width,
+        part.append(Plot.plot({
+          width: Math.min(620, Math.max(240, part.clientWidth)),
           height: 8 + 20 * top.length,
           marginTop: 4,
           marginBottom: 4,
@@ -123,7 +126,7 @@
           const more = document.createElement("p");
           more.className = "hint";
           more.textContent = `and ${all.length - top.length} more, each ${bytes(top.at(-1).nbytes)} or less`;
-          byId("rank-peers").append(more);
+          part.append(more);
         }
       }
     };
