@@ -223,6 +223,15 @@ def test_who_is_silent_at_a_gate_is_named_to_all_who_wait():
         assert error.members == ["member 1"]
 
 
+def test_who_comes_to_a_gate_of_an_epoch_that_is_over_hears_of_it_though_another_call_was_woken():
+    """Who ends an epoch may wake a call that all pass in that moment; they look for the end at the next one."""
+    store = dist.HashStore()
+    gate = Gate(store, 1, "gen0", 0, ["a", "b"])
+    store.set("1/over", "somebody came")
+    with pytest.raises(EpochOver, match="somebody came"):
+        gate.gather("here", Deadline(2.0))
+
+
 @pytest.mark.parametrize("passed", [0, 2])
 @pytest.mark.parametrize("early", [True, False])
 def test_a_newcomer_wakes_those_who_wait_and_those_who_come_later(passed, early):

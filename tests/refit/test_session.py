@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 
 import pytest
 import torch
@@ -275,6 +277,32 @@ def test_the_same_version_is_accepted_with_equal_weights_and_refused_with_others
     run(ONE, body, verify="fingerprint")
 
 
+def test_a_trainer_that_resumes_from_a_checkpoint_may_send_what_is_served_and_nothing_else_under_its_version():
+    """The successor, played by a thread of its own, knows nothing of what its predecessor sent."""
+    gone, expect = threading.Event(), {"trainer": 1, "gen0": 2}
+
+    def body(me, address):
+        if me.is_source:
+            resumed, me = me.rank == 1, Rank("trainer", 0, 1)
+            assert not resumed or gone.wait(20)
+        session = me.connect(address, expect, verify="fingerprint")
+        me.train(7)
+        if me.is_source and not resumed:
+            session.refit(7)
+            gone.set()  # and never calls again
+            return None
+        report = session.refit(7) if me.is_source else [session.refit(7), session.refit(7)][1]
+        if me.is_source:
+            me.tensors["head.w"].add_(1)
+        error = error_of(lambda: session.refit(7))
+        assert isinstance(error, VersionError)
+        assert "'head.w' differ" in error.message
+        assert me.is_source or me.is_version(7)
+        return report.epoch
+
+    assert run({"trainer": 2, "gen0": 2}, body, connect=False) == [None, 2, 2, 2]
+
+
 def test_verify_says_which_version_each_tensor_is_now():
     def body(me, session):
         if me.is_source:
@@ -494,6 +522,27 @@ def test_a_snapshot_is_what_is_sent_though_the_trainer_goes_on_writing():
         assert me.is_version(92)
 
     run(ONE, body)
+
+
+def test_the_next_snapshot_is_not_taken_before_the_last_one_has_been_read():
+    asked = threading.Event()
+
+    def body(me, session):
+        me.train(1)
+        if not me.is_source:
+            assert asked.wait(20)
+            time.sleep(0.3)  # for a snapshot that does not wait to be overwritten
+            session.refit(1)
+            assert me.is_version(1)
+            session.refit(2)
+            return me.is_version(2)
+        session.refit(1, async_op=True, snapshot=True)
+        me.train(2)
+        asked.set()
+        session.refit(2, async_op=True, snapshot=True).wait(TIMEOUT)
+        return True
+
+    assert run({"trainer": 1, "gen0": 1}, body) == [True, True]
 
 
 def test_events_are_kept_appended_to_a_file_and_drawn_as_a_trace(tmp_path):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import time
 from datetime import timedelta
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import reshard
 from reshard.errors import MembershipError, RefitTimeout, ReshardError, TransportError
 from reshard.refit import events, last_events, runner
 from reshard.refit.commands import AWAITED, Command
+from reshard.refit.compiled import CompiledRefit
 from reshard.refit.journal import KEPT, Journal
 from reshard.refit.machine import State
 from reshard.refit.timeline import to_perfetto
@@ -70,26 +73,30 @@ def told_of(me, session, call):
     }
 
 
-def _crash(ctx, address, victim, command, commit, inside):
+def _crash(ctx, address, victim, command, commit, inside, options):
     torch.set_num_threads(1)
     survivors = [rank for rank in range(4) if rank != victim]
     number = victim if ctx.rank == SPARE else ctx.rank
     me = Rank(*ranks_of(EXPECT, number), 2)
     if ctx.rank == SPARE:
         wait_for(ctx, *(f"told {rank}" for rank in survivors))
-        session = me.connect(address, EXPECT, commit=commit, timeout=LONG)
+        session = me.connect(address, EXPECT, commit=commit, timeout=LONG, **options)
         me.train(3)
         report = session.refit(3)
         assert me.is_version(3)
         return report.epoch
-    session = me.connect(address, EXPECT, commit=commit, timeout=LONG)
+    session = me.connect(address, EXPECT, commit=commit, timeout=LONG, **options)
     me.train(1)
     session.refit(1)
     if not me.is_source and commit == "staged":
         session.lease().release()
     me.train(2)
     if ctx.rank == victim:
-        if inside:
+        if inside == "a window":
+            move = CompiledRefit.move
+            moves = iter([move, die])
+            CompiledRefit.move = lambda *arguments: next(moves)(*arguments)
+        elif inside:
             ShmTransport.wait = die
         else:
             runner._EFFECTS[command] = die
@@ -130,7 +137,7 @@ def check_crash(results, victim, commit, command):
 @pytest.mark.parametrize("victim", [1, 2], ids=["source", "destination"])
 def test_a_process_killed_at_any_state_leaves_survivors_that_know_and_go_on(pool, command, victim, commit):
     with reshard.serve_store() as store:
-        results = pool.run(_crash, str(store), victim, command, commit, False, timeout=50, may_die={victim})
+        results = pool.run(_crash, str(store), victim, command, commit, False, {}, timeout=50, may_die={victim})
     check_crash(results, victim, commit, command)
 
 
@@ -138,8 +145,19 @@ def test_a_process_killed_at_any_state_leaves_survivors_that_know_and_go_on(pool
 @pytest.mark.parametrize("victim", [0, 3], ids=["source", "destination"])
 def test_a_process_killed_inside_the_transfer_likewise(pool, victim, commit):
     with reshard.serve_store() as store:
-        results = pool.run(_crash, str(store), victim, Command.MOVE, commit, True, timeout=50, may_die={victim})
+        results = pool.run(_crash, str(store), victim, Command.MOVE, commit, True, {}, timeout=50, may_die={victim})
     check_crash(results, victim, commit, Command.MOVE)
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["source", "destination"])
+def test_a_process_killed_between_two_windows_of_tensors_that_go_whole_likewise(pool, victim):
+    options = {"routes": {"*": "whole"}, "staging_nbytes": 4608}  # half of it is room for two of the three tensors
+    with reshard.serve_store() as store:
+        args = (str(store), victim, Command.MOVE, "in-place", "a window", options)
+        results = pool.run(_crash, *args, timeout=50, may_die={victim})
+    check_crash(results, victim, "in-place", Command.MOVE)
+    destinations = [results[rank][0] for rank in (2, 3) if rank != victim]
+    assert all(seen["serving"].torn for seen in destinations)
 
 
 def _trainer_restarts_between_refits(ctx, address):
@@ -206,46 +224,81 @@ def test_MF_03_a_replica_that_was_killed_and_restarted_catches_up_while_the_othe
     assert [epochs[rank] for rank in (0, 1, 3, SPARE)] == [2] * 4
 
 
-def _store_dies(ctx, port):
+def _host_dies(ctx, port, host, command):
+    """Who serves the store, a member or not, is killed as the last survivor is about to carry out a command."""
     torch.set_num_threads(1)
     address = f"tcp://127.0.0.1:{port}"
-    if ctx.rank == SPARE:
-        store = reshard.serve_store(port=port)
-        wait_for(ctx, *(f"first {rank}" for rank in range(4)))
-        tell(ctx, "closing")
-        store.close()
-        tell(ctx, "closed")
-        wait_for(ctx, *(f"told {rank}" for rank in range(4)))
+    members = [rank for rank in range(4) if rank != host]
+    told_all, done_all = ([f"{what} {rank}" for rank in members] for what in ("told", "done"))
+    served = [reshard.serve_store(port=port)] if ctx.rank == host else []
+    if served:
+        ctx.store.set("host", str(os.getpid()))
+    if ctx.rank == SPARE:  # it serves again, as a member if the host was one
+        wait_for(ctx, *told_all, *(["never"] if host == SPARE else []))
         with reshard.serve_store(port=port):
-            wait_for(ctx, *(f"second {rank}" for rank in range(4)))
+            me = Rank(*ranks_of(EXPECT, host), 2)
+            session = me.connect(address, EXPECT, timeout=LONG)
+            me.train(3)
+            session.refit(3)
+            assert me.is_version(3)
+            wait_for(ctx, *done_all)
         return None
     me = Rank(*ranks_of(EXPECT, ctx.rank), 2)
     session = me.connect(address, EXPECT, timeout=LONG)
     me.train(1)
     session.refit(1)
-    tell(ctx, f"first {ctx.rank}")
-    wait_for(ctx, "closed")
     me.train(2)
-    told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
+    effect = runner._EFFECTS[command]
+
+    def without_the_host(this):
+        os.kill(int(ctx.store.get("host")), signal.SIGKILL)
+        return effect(this)
+
+    with mock.patch.dict(runner._EFFECTS, {command: without_the_host} if ctx.rank == members[-1] else {}):
+        told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
     tell(ctx, f"told {ctx.rank}")
-    session.refit(2, timeout=LONG)
-    assert me.is_version(2)
+    wait_for(ctx, *told_all)
+    served += [reshard.serve_store(port=port)] if host == SPARE and ctx.rank == 0 else []
+    me.train(3)
+    if told["error"] == "NoneType":  # it completed without the store, and hears of it now
+        late = error_of(lambda: session.refit(3, timeout=LONG))
+        assert late is None or "lost the store" in late.message
+    session.refit(3, timeout=LONG)
+    assert me.is_version(3)
+    assert not session.serving.torn
     session.close()
-    tell(ctx, f"second {ctx.rank}")
+    tell(ctx, f"done {ctx.rank}")
+    wait_for(ctx, *done_all)
     return told
 
 
-def test_when_the_store_is_lost_all_are_told_and_go_on_once_it_is_served_again(pool):
-    import socket
-
+@pytest.mark.parametrize(
+    ("host", "command"),
+    [
+        (SPARE, Command.GATHER),
+        (SPARE, Command.PLAN),
+        (SPARE, Command.MOVE),
+        (SPARE, Command.COMMIT),
+        (0, Command.AWAIT_LANDED),  # the store and a source at once
+        (2, Command.MOVE),  # the store and a destination
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_when_the_stores_host_is_killed_all_are_told_and_go_on_once_it_is_served_again(pool, host, command):
+    """A refit that needs the store no more may complete; nobody serves a mix of versions."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    for told in pool.run(_store_dies, port, timeout=60)[:4]:
-        assert told["error"] == "TransportError"
-        assert "lost the store" in told["message"]
-        assert told["seconds"] < PATIENCE.total_seconds() + 2
-        assert told["is_source"] or told["whole"] == [1] == [told["serving"].version]
+    results = pool.run(_host_dies, port, host, command, timeout=60, may_die={host})
+    assert isinstance(results[host], Died)
+    told = [results[rank] for rank in range(4) if rank != host]
+    for seen in told:
+        assert seen["error"] in ("TransportError", "RefitTimeout", "PeerError", "NoneType")
+        assert seen["seconds"] < PATIENCE.total_seconds() + 2
+        assert seen["is_source"] or seen["whole"] == [seen["serving"].version]
+    if command in (Command.GATHER, Command.PLAN):
+        assert any("lost the store" in seen["message"] for seen in told)
+        assert {seen["serving"].version for seen in told if not seen["is_source"]} == {1}
 
 
 def _never_calls(ctx, address):

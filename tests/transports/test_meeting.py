@@ -202,6 +202,18 @@ def test_a_rank_that_does_not_come_to_agree_is_named_by_the_others():
     assert threads(3, scenario) == [(1,)] * 3
 
 
+def test_a_rank_that_comes_to_agree_after_another_has_given_up_does_not_go_on_either():
+    def scenario(context):
+        meeting = meeting_of(context)
+        if context.rank == 1:
+            context.store.wait(["given up"])
+        with pytest.raises(RefitTimeout):
+            meeting.agree("landed", b"v", Deadline(0.3 if context.rank == 0 else 10.0))
+        context.store.set("given up", "")
+
+    threads(3, scenario)
+
+
 def test_agreeing_and_exchanging_do_not_meet():
     def scenario(context):
         meeting = meeting_of(context)

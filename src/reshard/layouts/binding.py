@@ -47,6 +47,16 @@ class Binding:
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True) if size)
         return self.offset_nbytes, self.offset_nbytes + (reach + 1) * self.itemsize
 
+    @property
+    def overlaps_itself(self) -> bool:
+        """Whether elements of it share memory, as in an expanded view; so too where only their spans interleave."""
+        reach = 0
+        for stride, size in sorted(zip(self.strides, self.shape, strict=True)):
+            if size > 1 and stride <= reach:
+                return True
+            reach += (size - 1) * stride
+        return False
+
     def may_overlap(self, other: Binding) -> bool:
         """Whether the two regions may share a byte; exact up to many thousand runs, beyond that by span."""
         if self.buffer != other.buffer:

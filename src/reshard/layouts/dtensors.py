@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ManifestError
+from reshard.layouts.given import check_dense
 from reshard.layouts.holding import Entry, Rule
 from reshard.layouts.layout import Layout
 
@@ -29,16 +30,22 @@ def named_tensors(model: Any) -> dict[str, Any]:
     """The tensors of a module's state dict, or those given by name.
 
     Raises:
-        ManifestError: Something that is not a tensor, other than the extra state that some modules keep.
+        ManifestError: Something that is not a dense tensor with a name, other than the extra state that some modules
+            keep.
     """
-    named = dict(model.state_dict(keep_vars=True) if hasattr(model, "state_dict") else model)
+    is_module = hasattr(model, "state_dict") and not isinstance(model, type)
+    try:
+        named = dict(model.state_dict(keep_vars=True) if is_module else model)
+    except (TypeError, ValueError):
+        if is_module:
+            raise
+        raise ManifestError(f"A {type(model).__name__} names no tensors. Give a module, or tensors by name.") from None
+    unnamed = next((name for name in named if not isinstance(name, str)), None)
+    if unnamed is not None:
+        raise ManifestError(f"A tensor's name is a text, not a {type(unnamed).__name__}. Give tensors by name.")
     tensors = {name: value for name, value in named.items() if not name.endswith("_extra_state")}
     for name, value in tensors.items():
-        if not (hasattr(value, "dtype") and hasattr(value, "shape")):
-            raise ManifestError(
-                f"{name!r} is a {type(value).__name__}, not a tensor. Give the tensors that are to travel, by name.",
-                tensor=name,
-            )
+        check_dense(name, value)
     return tensors
 
 

@@ -1,8 +1,8 @@
-"""Boxes as they are given by hand, checked against their tensor before they become pieces."""
+"""What is given by hand, tensors and boxes of them, checked before it becomes pieces."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LayoutError, ManifestError
 from reshard.layouts.bound import refine
@@ -13,6 +13,56 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from reshard.layouts.piece import TensorSpec
+
+
+def check_dense(name: str, tensor: Any) -> None:
+    """Refuse what is no tensor of plain elements, each where the strides say.
+
+    Args:
+        name: What it is called.
+        tensor: Read by its attributes; a DTensor stands for its local tensor.
+
+    Raises:
+        ManifestError: It is something else, and what to give instead.
+    """
+    nested = getattr(tensor, "is_nested", False)
+    try:
+        is_tensor = nested or all(hasattr(tensor, attribute) for attribute in ("dtype", "shape", "untyped_storage"))
+    except RuntimeError as error:  # a lazy module's
+        raise ManifestError(f"{name!r} has no shape yet: run the module once first. ({error})", tensor=name) from error
+    if not is_tensor:
+        raise ManifestError(
+            f"{name!r} is a {type(tensor).__name__}, not a tensor. Give the tensors that are to travel, by name.",
+            tensor=name,
+        )
+    layout = "nested" if nested else str(tensor.layout).removeprefix("torch.")
+    if layout != "strided":
+        raise ManifestError(
+            f"{name!r} is of layout {layout}; tensors travel as dense elements. Give it dense, or give the tensors "
+            f"that it is made of, each under a name of its own.",
+            tensor=name,
+        )
+    try:
+        if not hasattr(tensor, "to_local"):
+            tensor.untyped_storage().data_ptr()
+    except RuntimeError as error:
+        raise ManifestError(
+            f"{name!r} is a {type(tensor).__name__} without memory of its own. Give the tensors that it is made of, "
+            f"each under a name of its own.",
+            tensor=name,
+        ) from error
+    if tensor.is_quantized:
+        raise ManifestError(
+            f"{name!r} is quantised ({tensor.dtype}), and its scales would stay behind. Give tensor.int_repr() and the "
+            f"scales as tensors of their own.",
+            tensor=name,
+        )
+    if tensor.is_conj() or tensor.is_neg():
+        raise ManifestError(
+            f"{name!r} is a lazy view whose values are not those in its memory. Give "
+            f"tensor.resolve_conj().resolve_neg().",
+            tensor=name,
+        )
 
 
 def check_boxes(spec: TensorSpec, rank: int, boxes: Sequence[Box]) -> None:

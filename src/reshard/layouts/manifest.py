@@ -19,7 +19,7 @@ from reshard.layouts.bound import BoundPiece, bind_shards, binding_of, find_alia
 from reshard.layouts.box import Box
 from reshard.layouts.dtensors import entry_of_dtensor, is_dtensor, named_tensors, number_in_meshes, rank_in_mesh
 from reshard.layouts.dtype import dtype_name
-from reshard.layouts.given import box_of_view, check_boxes
+from reshard.layouts.given import box_of_view, check_boxes, check_dense
 from reshard.layouts.holding import HERE, Entry, Holding, Pieces, Rule, holding_from_json
 from reshard.layouts.piece import Piece, TensorSpec
 
@@ -131,13 +131,15 @@ class Manifest:
             granules: Cut granule by tensor name.
 
         Raises:
-            ManifestError: A view that does not fit its tensor, two shapes or dtypes for one name, overlapping boxes.
+            ManifestError: A view that is not dense or does not fit its tensor, two shapes or dtypes for one name,
+                overlapping boxes.
         """
         groups, granules = groups or {}, granules or {}
         specs: dict[str, TensorSpec] = {}
         boxes: dict[str, list[Box]] = {}
         bound: list[BoundPiece] = []
         for name, shape, at, view in views:
+            check_dense(name, view)
             spec = TensorSpec(
                 name, tuple(shape), dtype_name(view.dtype), tuple(granules.get(name, ())), groups.get(name, "")
             )
@@ -176,6 +178,7 @@ class Manifest:
 
         Raises:
             LayoutError: A ``Partial`` placement; a local tensor whose shape no reading of its placements gives.
+            ManifestError: What is not a dense tensor with a name.
         """
         groups, granules = groups or {}, granules or {}
         named = named_tensors(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +10,8 @@ from reshard.errors import ConfigError
 from reshard.refit.offers import make_offer
 from reshard.refit.room import give_room
 from reshard.refit.whole import chosen_whole, match_loaders, take_whole
+from reshard.refit.windows import most_room
+from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from reshard.refit.names import Rename
     from reshard.refit.offers import Offer
     from reshard.refit.whole import Whole
+
+logger = logging.getLogger("reshard.session")
 
 GIVEN_TO_A_LOADER = "it is given to a loader"
 
@@ -43,9 +48,10 @@ def make_acceptance(
         offered: Gives what the source offers.
 
     Raises:
-        ConfigError: An install hook where bytes land in the live weights.
+        ConfigError: A hook that cannot be called, or an install hook where bytes land in the live weights.
         ManifestError, LayoutError, BindingError: What cannot be described.
     """
+    hooks.check()
     if hooks.install is not None and setup.options.commit != "staged":
         raise ConfigError(
             f"install= takes what has landed beside the live weights, and this session was opened with "
@@ -59,8 +65,16 @@ def make_acceptance(
     whole: tuple[Whole, ...] = ()
     rooms: list[Any] = []
     if reasons:
-        manifest, whole, room = take_whole(manifest, reasons, rank, setup.device, uncut=loaders, live=live)
+        limit = None if setup.options.commit == "staged" else most_room(setup.options.staging_nbytes)
+        manifest, whole, room = take_whole(manifest, reasons, rank, setup.device, uncut=loaders, live=live, limit=limit)
         rooms.append(room)
+        if limit is not None and room.numel() > limit:
+            logger.warning(
+                "%s: a tensor that goes whole takes %s of room, more than half of staging_nbytes (%s)",
+                setup.me.member,
+                format_nbytes(room.numel()),
+                format_nbytes(setup.options.staging_nbytes),
+            )
     if not live:
         manifest, room = give_room(manifest, rank, setup.device, besides=[one.name for one in whole])
         rooms.append(room)

@@ -15,15 +15,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import ManifestError, PeerError, ReshardError
+from reshard.layouts.bound import binding_of
 from reshard.layouts.merge import bound_pieces
-from reshard.layouts.piece import Piece
+from reshard.layouts.piece import Piece, natural_key
 from reshard.layouts.regroup import regroup
 from reshard.plan.plan import check_match
 from reshard.refit.casts import Cast, Settled, Wire, settle_dtypes
 from reshard.refit.contents import check_memory, check_no_overlap, check_replicas, nbytes_to_keep, tell_neighbours
 from reshard.refit.declared import Declared, device_of, same_kind_of_device, to_wire
 from reshard.refit.options import Options, same_options
+from reshard.refit.room import aligned, place
 from reshard.refit.sides import Side, merge_side, unite, without_aliases
+from reshard.refit.windows import by_window, cut_windows, most_room
+from reshard.units import format_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -59,10 +63,59 @@ class Agreed:
     """The same by the plan's tensors: on which side it is cast."""
 
     rooms: frozenset[int] = frozenset()
-    """As ``Declared.rooms``."""
+    """As ``Declared.buffers``."""
 
     whole: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """By tensor of the plan that a rank takes whole: by its world the reason."""
+
+    room: torch.Tensor | None = None
+    """Where the tensors that this rank takes whole take turns; None where each has room of its own."""
+
+    windows: tuple[tuple[str, ...], ...] = ((),)
+    """Which tensors of the plan have their turn together; those that are not named, in the first window."""
+
+    kept_nbytes: int = 0
+    """What of ``staging_nbytes`` is not left in the options: room for turns, or copies of what would be overwritten."""
+
+    @property
+    def kept_text(self) -> str:
+        """What an error about the staging limit adds where the limit is not all that the user gave."""
+        if not self.kept_nbytes:
+            return ""
+        return (
+            f" The limit is what staging_nbytes leaves beside {format_nbytes(self.kept_nbytes)} for whole tensors to "
+            f"land in, or for what would be overwritten."
+        )
+
+    @property
+    def parts(self) -> tuple[Agreed, ...]:
+        """What moves one after the other, each part of the plan with its place in the room."""
+        if len(self.windows) == 1:
+            return (replace(self, dst_pieces=self._placed(self.dst_pieces)),)
+        srcs, dsts = (by_window(side.entries, lambda e: e.spec.name, self.windows) for side in (self.src, self.dst))
+        held, wanted = (
+            by_window(pieces, lambda bound: bound.piece.name, self.windows)
+            for pieces in (self.src_pieces, self.dst_pieces)
+        )
+        return tuple(
+            replace(
+                self,
+                src=replace(self.src, entries=tuple(src)),
+                dst=replace(self.dst, entries=tuple(dst)),
+                src_pieces=tuple(held_here),
+                dst_pieces=self._placed(wanted_here),
+            )
+            for src, dst, held_here, wanted_here in zip(srcs, dsts, held, wanted, strict=True)
+        )
+
+    def _placed(self, pieces: Sequence[BoundPiece]) -> tuple[BoundPiece, ...]:
+        if self.room is None:
+            return tuple(pieces)
+        whole = [at for at, bound in enumerate(pieces) if bound.binding.buffer in self.rooms]
+        placed = list(pieces)
+        for at, view in zip(whole, place([pieces[at].view for at in whole], self.room), strict=True):
+            placed[at] = replace(pieces[at], binding=binding_of(view), view=view)
+        return tuple(placed)
 
     def bind(self, declared: Declared) -> tuple[tuple[BoundPiece, ...], tuple[BoundPiece, ...]]:
         """This rank's source and destination pieces in the memory that ``declared`` names."""
@@ -137,11 +190,14 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     sources, destinations = merge_side(told, "src", group.size), merge_side(told, "dst", group.size)
     if not any(side.group.entries for side in sources):
         raise ManifestError(
-            "No rank of the group holds a source tensor. Ranks of the source mesh pass src, ranks of the destination "
-            "mesh pass dst, and at least one rank must be in the source mesh."
+            "No rank of the source holds a tensor. Ranks of the source pass what they have (src, or a session's "
+            "offer), and at least one of them has something."
         )
     if not any(side.group.entries for side in destinations):
-        raise ManifestError("No rank of the group wants a tensor. Ranks of the destination mesh must pass dst.")
+        raise ManifestError(
+            "No rank of a destination wants a tensor. Ranks of the destination pass where they want theirs (dst, or a "
+            "session's accept)."
+        )
     if len(sources) > 1:
         raise ManifestError(
             f"Worlds {sources[0].world!r} and {sources[1].world!r} both offer tensors; a refit has one source world."
@@ -158,9 +214,12 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     with or_tell_peers(group, "contents"):
         src_pieces, dst_pieces = local.bind(declared)
         kept = nbytes_to_keep(src_pieces, dst_pieces, options.staging_nbytes // 2, group.rank)
+        room, buffers = declared.turns_in, declared.buffers
+        if room is not None:
+            kept += min(room.numel(), most_room(options.staging_nbytes))
         check_memory("source", src, src_pieces, group.rank)
         check_memory("destination", dst, dst_pieces, group.rank)
-        check_no_overlap(dst_pieces)
+        check_no_overlap([b for b in dst_pieces if b.binding.buffer not in buffers])
         uncast = _pieces_of(declared.src, source.own)
     kept = check_replicas(
         group, source.group, lambda: _check_match(settled, source, destinations), uncast, kept, deadline
@@ -168,13 +227,12 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
     try:
         _check_match(settled, source, destinations)
     except ManifestError as error:
-        live = [b for b in _pieces_of(declared.dst, own) if b.binding.buffer not in declared.rooms]
+        live = [b for b in _pieces_of(declared.dst, own) if b.binding.buffer not in buffers]
         raise tell_neighbours(group, error, live, _called(destinations, group.size), deadline) from None
-    options = replace(options, staging_nbytes=options.staging_nbytes - kept)
     return Agreed(
         regroup(src),
         regroup(dst),
-        options,
+        replace(options, staging_nbytes=options.staging_nbytes - kept),
         src_pieces,
         dst_pieces,
         not_covered,
@@ -182,8 +240,11 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         local,
         settled.casts,
         settled.cast_at,
-        declared.rooms,
+        buffers,
         _taken_whole(told, destinations, settled),
+        room,
+        _windows(told, destinations, settled, dst, options),
+        kept,
     )
 
 
@@ -204,9 +265,34 @@ def _taken_whole(
     taken: dict[str, dict[str, str]] = {}
     for row in told:
         for name, reason in row["whole"].items():
-            form = forms[row["world"]].get(name)
-            taken.setdefault(name if form is None else form.name, {}).setdefault(row["world"], reason)
+            taken.setdefault(_as_planned(name, forms[row["world"]]), {}).setdefault(row["world"], reason)
     return taken
+
+
+def _windows(
+    told: Sequence[Mapping[str, Any]], destinations: Sequence[Side], settled: Settled, dst: Manifest, options: Options
+) -> tuple[tuple[str, ...], ...]:
+    """Which tensors of the plan move together, so that those which go whole fit into every rank's room.
+
+    They move in the order of the plan, those for a loader after the others of their install group.
+    """
+    forms = {side.world: wanted for side, wanted in zip(destinations, settled.wanted, strict=True)}
+    nbytes = {side.world: {e.spec.name: e.spec.nbytes for e in side.own.entries} for side in destinations}
+    taken = [
+        {_as_planned(name, forms[world]): aligned(nbytes[world][name]) for name in names}
+        for world, names in dict.fromkeys((row["world"], tuple(row["whole"])) for row in told if row["whole"])
+    ]
+    loaded = {_as_planned(name, forms[row["world"]]) for row in told for name in row["loaded"]}
+    whole = {name for each in taken for name in each}
+    specs = [entry.spec for entry in dst.entries if entry.spec.name in whole]
+    specs.sort(key=lambda spec: (natural_key(spec.group), spec.name in loaded, natural_key(spec.name)))
+    limit = most_room(options.staging_nbytes) if options.commit == "in-place" else None
+    return cut_windows((spec.name for spec in specs), taken, limit)
+
+
+def _as_planned(name: str, forms: Mapping[str, Wire]) -> str:
+    """What the plan calls a tensor of a destination world."""
+    return forms[name].name if name in forms else name
 
 
 def _settle(
@@ -217,7 +303,7 @@ def _settle(
     written = []
     for side in destinations:
         said = {rank: told[rank]["dst"]["manifest"]["aliases"] for rank in side.numbers}
-        manifest, gone = without_aliases(source.group, side.group, said)
+        manifest, gone = without_aliases(source.group, side.group, said, _called(destinations, len(told)))
         written.append(manifest)
         for name, ranks in gone.items():
             dropped.setdefault(name, set()).update(ranks)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from reshard.errors import ConfigError
 from reshard.refit import fingerprints
+from reshard.refit.declared import Declared
+from reshard.refit.names import matching
+from reshard.refit.options import whole_number
 from reshard.refit.report import RefitReport
 
 if TYPE_CHECKING:
@@ -17,15 +21,17 @@ if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-    from reshard.refit.compiled import CompiledRefit, RunReport
+    from reshard.refit.compiled import RunReport
     from reshard.refit.engines import Engines
     from reshard.refit.fleet import Request
     from reshard.refit.gate import Gate
     from reshard.refit.group import Group
+    from reshard.refit.install import Installation
     from reshard.refit.machine import State
     from reshard.refit.membership import Comer
     from reshard.refit.offers import Offer
     from reshard.refit.options import Options
+    from reshard.refit.windowed import WindowedRefit
     from reshard.topology.topology import Topology
     from reshard.transports.base import Deadline
 
@@ -79,23 +85,47 @@ def make_asked(
         allow_rollback: As given.
 
     Raises:
-        ConfigError: Worlds that are unknown, a call of a rank that has no part in it, or a negative version.
+        ConfigError: Worlds that are unknown, a call of a rank that has no part in it, or a version that is no count.
     """
     others = sorted(worlds)
-    chosen = others if to is None else sorted({to} if isinstance(to, str) else set(to))
+    chosen = others if to is None else sorted(set(_texts("to", to)))
     unknown = [world for world in chosen if world not in others]
     if unknown or not chosen:
-        given = [to] if isinstance(to, str) else list(to or ())
-        raise ConfigError(f"to={given!r}: destination worlds are {', '.join(map(repr, others))}; name some.")
+        raise ConfigError(
+            f"to={list(_texts('to', to or ()))!r}: destination worlds are {', '.join(map(repr, others))}; name some."
+        )
     if me.role == "destination" and me.world not in chosen:
         raise ConfigError(
             f"World {me.world!r} has no part in a refit to {', '.join(map(repr, chosen))}; only the source and the "
             f"worlds named call it."
         )
+    version = whole_number("version", version)
     if version < 0:
         raise ConfigError(f"version={version}: versions count from 0.")
-    patterns = None if names is None else (names,) if isinstance(names, str) else tuple(names)
+    patterns = None if names is None else _texts("names", names)
+    if patterns == ():
+        raise ConfigError(f"names={names!r} names no tensor. Leave it out to bring all of them.")
     return Asked(version, tuple(chosen), patterns, allow_rollback, offer)
+
+
+def declare(setup: Setup, asked: Asked) -> Declared:
+    """What this rank brings to one refit: all that it offers or accepts, or what the call names of it."""
+    offer, names = asked.offer, asked.names
+    assert offer is not None
+    manifest = offer.manifest if names is None else offer.manifest.select(matching(offer.manifest.names, names))
+    src, dst = (None, manifest) if setup.me.role == "destination" else (manifest, None)
+    here, loaders = set(manifest.names), offer.hooks.loaders or {}
+    whole = {one.name: one.reason for one in offer.whole if one.name in here}
+    loaded = tuple(name for name in whole if name in loaders)
+    return Declared(src, dst, setup.options, setup.me.world, setup.me.rank, offer.rooms, whole, loaded)
+
+
+def _texts(what: str, given: Sequence[str] | str) -> tuple[str, ...]:
+    """One text, or several, as a tuple."""
+    texts = (given,) if isinstance(given, str) else tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{what}={given!r}: give one text, or a list of texts.")
+    return texts
 
 
 @dataclass
@@ -107,7 +137,7 @@ class Scope:
     gate: Gate
     process_group: dist.ProcessGroup
     group: Group
-    compiled: dict[tuple[str, ...] | None, CompiledRefit] = field(default_factory=dict)
+    compiled: dict[tuple[str, ...] | None, WindowedRefit] = field(default_factory=dict)
 
 
 @dataclass
@@ -120,7 +150,8 @@ class Current:
     phases: dict[str, float] = field(default_factory=dict)
     scope: Scope | None = None
     requests: tuple[Request, ...] = ()
-    compiled: CompiledRefit | None = None
+    compiled: WindowedRefit | None = None
+    installation: Installation | None = None
     moved: RunReport | None = None
     prints: dict[str, int] | None = None
     unchanged: tuple[str, ...] | None = None
@@ -140,13 +171,12 @@ def make_report(
     assert moved is not None
     assert current.scope is not None
     writes = setup.me.role == "destination"
-    asked, scope, plan = current.asked, current.scope, compiled.plan
-    names = [spec.name for spec in plan.specs]
+    asked, scope = current.asked, current.scope
     mine = () if asked.offer is None or not writes else asked.offer.manifest.names
     refitted = {bound.piece.name for bound in compiled.live}
     given = setup.topology is not None
     room_nbytes = 0 if asked.offer is None else asked.offer.room_nbytes
-    bound = float(plan.bound.seconds) if given else None
+    bound = compiled.bound_seconds if given else None
     return RefitReport(
         session=setup.session,
         member=str(setup.me.member),
@@ -158,7 +188,7 @@ def make_report(
         commit=setup.options.commit,
         verify=setup.options.verify,
         partial=state.serving.partial if writes else asked.names is not None,
-        tensors=len(names),
+        tensors=compiled.tensors,
         untouched=sum(1 for name in mine if name not in refitted) if asked.names is not None else 0,
         sent_nbytes=moved.sent_nbytes,
         received_nbytes=moved.wire_nbytes,
@@ -175,9 +205,10 @@ def make_report(
         not_covered=compiled.not_covered,
         unchanged=current.unchanged,
         bound_seconds=bound,
-        bound_fraction=float(plan.reach.busiest_seconds / plan.bound.seconds) if bound else None,
+        bound_fraction=compiled.busiest_seconds / bound if bound else None,
         digest=fingerprints.digest(current.prints) if current.prints is not None else "",
         pause_seconds=pause_seconds,
         engine_seconds=dict(engine_seconds),
-        copies_into={} if plan.topology.is_flat else {name: float(n) for name, n in plan.reach.copies_into},
+        copies_into=compiled.copies_into,
+        windows=len(compiled.windows),
     )

@@ -22,7 +22,7 @@ from reshard.refit.compile import compile_declared
 from reshard.refit.compiled import DEFAULT_TIMEOUT, CompiledRefit, RunReport
 from reshard.refit.declared import Declared, lay_out
 from reshard.refit.group import Group
-from reshard.refit.options import Options, make_options
+from reshard.refit.options import Options, check_timeout, make_options
 from reshard.schedule.schedule import DEFAULT_STAGING_NBYTES
 from reshard.transports.base import Deadline
 
@@ -58,7 +58,7 @@ class Work(Generic[Report]):
             RefitTimeout: ``timeout`` expired first; the collective goes on.
         """
         try:
-            return self._future.result(None if timeout is None else timeout.total_seconds())
+            return self._future.result(None if timeout is None else check_timeout(timeout, timeout).total_seconds())
         except TimeoutError:
             raise RefitTimeout(f"The call has not ended within {timeout}; it goes on in the background.") from None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
-from reshard.errors import DigestError, ManifestError
+from reshard.errors import DigestError, ManifestError, ScheduleError
 from reshard.plan.plan import plan_refit
 from reshard.refit.agreement import agree, or_tell_peers
 from reshard.refit.compiled import DEFAULT_TIMEOUT, CompiledRefit
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from reshard.layouts.manifest import Manifest
+    from reshard.refit.agreement import Agreed
+    from reshard.schedule.schedule import Schedule
     from reshard.topology.topology import Topology
     from reshard.transports.operations import Link
 
@@ -82,7 +84,15 @@ def compile_refit(
 
 
 def compile_declared(group: Group, declared: Declared, topology: Topology | None, deadline: Deadline) -> CompiledRefit:
-    """As ``compile_refit``, from what this rank declared."""
+    """As ``compile_refit``, from what this rank declared, nothing of it whole."""
+    (compiled,) = compile_windows(group, declared, topology, deadline)
+    return compiled
+
+
+def compile_windows(
+    group: Group, declared: Declared, topology: Topology | None, deadline: Deadline
+) -> tuple[CompiledRefit, ...]:
+    """As ``compile_declared``, one for each part that moves while the room for whole tensors is its own."""
     agreed = agree(group, declared, deadline)
     options = agreed.options
     with or_tell_peers(group, "links"):
@@ -90,7 +100,17 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
     looked = options.transport != "torch_p2p" and agreed.device.type == "cpu"
     fabric = fabric_of(agreed.device)
     joined = _agree_on_topology(group, links if looked else {}, fabric, topology, deadline)
-    plan = plan_refit(agreed.src, agreed.dst, joined, strategy=options.strategy)
+    compiled: list[CompiledRefit] = []
+    for part in agreed.parts:
+        compiled.append(CompiledRefit(group, declared, part, _plan(part, joined), links, deadline))
+        for earlier in compiled:
+            earlier.let_go_of_old_staging()
+    return tuple(compiled)
+
+
+def _plan(agreed: Agreed, topology: Topology | None) -> Schedule:
+    options = agreed.options
+    plan = plan_refit(agreed.src, agreed.dst, topology, strategy=options.strategy)
     if plan.needed_nbytes == 0 and any(spec.nbytes for spec in plan.specs):
         spec = next(spec for spec in plan.specs if spec.nbytes)
         raise ManifestError(
@@ -99,10 +119,12 @@ def compile_declared(group: Group, declared: Declared, topology: Topology | None
             tensor=spec.name,
         )
     plan.proof()
-    schedule = plan_schedule(
-        plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth
-    )
-    return CompiledRefit(group, declared, agreed, schedule, links, deadline)
+    try:
+        return plan_schedule(
+            plan, staging_nbytes=options.staging_nbytes, bucket_nbytes=options.bucket_nbytes, depth=options.depth
+        )
+    except ScheduleError as error:
+        raise type(error)(f"{error.message}{agreed.kept_text}", **error.facts) from None
 
 
 def _agree_on_topology(
@@ -164,4 +186,4 @@ def find_hosts(reached: Sequence[set[int]]) -> list[list[int]]:
     return hosts
 
 
-__all__ = ["compile_declared", "compile_refit"]
+__all__ = ["compile_declared", "compile_refit", "compile_windows"]

@@ -121,7 +121,10 @@ class CompiledRefit:
         self._check_digests(told)
         with or_tell_peers(group, "ready"):
             self._loans.match(told)
-            self._program = self._compile()
+            program = self._compile()
+            self._program: Program | None = program
+        self.brings_nbytes = program.local_nbytes + program.received_nbytes + program.pulled_nbytes
+        """Bytes that land on this rank in one run."""
         group.meeting.exchange("ready", b"", deadline)
 
     # -- memory ----------------------------------------------------------------------------------------------------
@@ -151,7 +154,8 @@ class CompiledRefit:
         if verify != "none" and both_nbytes > limit + 2 * self.schedule.size.depth * 16:
             raise ScheduleError(
                 f"verify={verify!r} needs {format_nbytes(both_nbytes)} of staging on rank {group.rank} for the sums of "
-                f"{len(self.plan.specs)} tensors; the limit is {format_nbytes(limit)}. Raise staging_nbytes to that.",
+                f"{len(self.plan.specs)} tensors; the limit is {format_nbytes(limit)}. Raise "
+                f"staging_nbytes to that.{self._agreed.kept_text}",
                 rank=group.rank,
             )
         shared = [link.transport for link in self._links.values() if link.transport.sends_from == "staging"]
@@ -174,6 +178,11 @@ class CompiledRefit:
             verify=verify,  # type: ignore[arg-type]
             casts=self._agreed.cast_at,
         )
+
+    def let_go_of_old_staging(self) -> None:
+        """Forget what was compiled for staging memory that was replaced since; the next run compiles anew."""
+        if self._generation != self.group.generation:
+            self._program = None
 
     def rebind(self, declared: Declared) -> None:
         """Bind this rank's part to the memory that ``declared`` names, of the same shapes; nothing is exchanged.
@@ -258,12 +267,12 @@ class CompiledRefit:
             deadline: For all of it.
             started: When the call began.
         """
-        if self._generation != self.group.generation:
-            self._program = self._compile()
+        self.let_go_of_old_staging()
+        program = self._program = self._program or self._compile()
         agreed = time.perf_counter()
         try:
             self._copies.take()
-            self._program.run(deadline)
+            program.run(deadline)
         except BaseException as error:
             self._leave_nobody_waiting(error)
             if isinstance(error, TransportError):
@@ -274,7 +283,6 @@ class CompiledRefit:
         if self._options.commit == "in-place":
             self.commit()
         ended = time.perf_counter()
-        program = self._program
         return RunReport(
             ended - started,
             ended - agreed,
@@ -298,6 +306,7 @@ class CompiledRefit:
 
     def record(self, recorder: Recorder | None) -> None:
         """Tell ``recorder`` what this rank's runs do from now on, until it is None."""
+        self._program = self._program or self._compile()
         self._program.account.recorder = recorder
 
     def commit(self, names: Iterable[str] | None = None) -> None:
@@ -367,7 +376,7 @@ class CompiledRefit:
     def landed_nbytes(self) -> tuple[int, int]:
         """Bytes that have landed here in the run under way, or the last one, and all that one run brings."""
         program = self._program
-        return program.account.landed_nbytes, program.local_nbytes + program.received_nbytes + program.pulled_nbytes
+        return 0 if program is None else program.account.landed_nbytes, self.brings_nbytes
 
     @property
     def copies_nbytes(self) -> int:

@@ -5,31 +5,30 @@ from __future__ import annotations
 import os
 import socket
 import uuid
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
 import torch
+import torch.distributed as dist
 
 from reshard.errors import ConfigError
 from reshard.refit.call import Setup
 from reshard.refit.compiled import DEFAULT_TIMEOUT
 from reshard.refit.journal import Journal
 from reshard.refit.membership import Comer
-from reshard.refit.options import make_options
+from reshard.refit.options import check_timeout, make_options, whole_number
 from reshard.refit.runner import Runner
 from reshard.refit.session import Session
 from reshard.refit.store import ServedStore
+from reshard.topology.topology import Topology
 from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from datetime import timedelta
     from pathlib import Path
 
-    import torch.distributed as dist
-
     from reshard.refit.engines import Engines
     from reshard.refit.membership import Role
-    from reshard.topology.topology import Topology
 
 Commit = Literal["staged", "in-place"]
 
@@ -79,8 +78,9 @@ def connect(
         transport: As ``compile_refit``.
         topology: As ``compile_refit``; ranks count the source world first, then destination worlds by name.
         routes: By pattern of names, ``"direct"`` (the default: each rank receives its pieces) or ``"whole"`` (each rank
-            that wants a part receives the tensor whole, once into each domain, and cuts its pieces out of it; takes
-            room for it). The first pattern that matches decides; the same on all members.
+            that wants a part receives the tensor whole, once into each domain, and cuts its pieces out of it; in place
+            the room for it is a part of ``staging_nbytes``). The first pattern that matches decides; the same on all
+            members.
         timeout: For all members to come, and for each later call that is given no other.
         events: A file to which this rank appends its events, one line of JSON each. After a failure the last ones of
             every rank that can be reached are appended to ``<events>.failed``.
@@ -94,15 +94,23 @@ def connect(
         MembershipError: Members are missing at the deadline, there twice, or not expected; all are named.
         TransportError: Nobody serves the store.
     """
+    _check_expect(expect, world)
     rank = _from_environment("rank", rank, "RANK", "SLURM_PROCID")
-    size = _from_environment("world_size", world_size, "WORLD_SIZE", "SLURM_NTASKS", default=expect.get(world))
+    size = _from_environment("world_size", world_size, "WORLD_SIZE", "SLURM_NTASKS", default=expect[world])
+    timeout = check_timeout(timeout, DEFAULT_TIMEOUT)
     if role not in ("source", "destination"):
         raise ConfigError(f"role={role!r} is unknown; a world is a 'source' or a 'destination'.")
     if commit not in _COMMITS:
         raise ConfigError(f"commit={commit!r} is unknown; use one of {', '.join(_COMMITS)}.")
-    if size != expect.get(world, size):
+    if size != expect[world]:
         raise ConfigError(
-            f"World {world!r} has {size} processes here (world_size), and expect= says {expect[world]}. Correct one."
+            f"World {world!r} has {size} processes here (world_size, or the launcher's environment), and expect= says "
+            f"{expect[world]}. Correct one."
+        )
+    if rank not in range(size):
+        raise ConfigError(
+            f"rank={rank} (given, or from the launcher's environment) is none of the {size} ranks of world {world!r}, "
+            f"which count from 0. Pass rank= where a launcher counts the processes of several worlds."
         )
     options = make_options(
         strategy=strategy,
@@ -113,6 +121,12 @@ def connect(
         commit=commit,
         routes=routes,
     )
+    if not isinstance(store, str | ServedStore | dist.Store):
+        raise ConfigError(f"store={store!r} is no store: give the address that serve_store gave, or a torch store.")
+    if not isinstance(session, str):
+        raise ConfigError(f"session={session!r} is no name. Give a text; members that give the same one meet.")
+    if topology is not None and not isinstance(topology, Topology):
+        raise ConfigError(f"topology={topology!r} is no Topology: reshard.topology.presets makes one.")
     me = Comer(world, rank, role, uuid.uuid4().hex, f"{socket.gethostname()} pid {os.getpid()}")
     setup = Setup(
         session,
@@ -130,10 +144,22 @@ def connect(
     return Session(runner, progress=progress)
 
 
+def _check_expect(expect: Mapping[str, int], world: str) -> None:
+    """Refuse at once what no member could meet over."""
+    whole = isinstance(expect, Mapping) and all(isinstance(size, int) and size > 0 for size in expect.values())
+    if not whole or len(expect) < 2:
+        raise ConfigError(
+            f"expect={expect!r} does not say who meets. Name the source world and each destination world with its "
+            f"number of processes, as in {{'trainer': 8, 'gen0': 4}}."
+        )
+    if world not in expect:
+        raise ConfigError(f"world={world!r} is none of those that are expected: {', '.join(map(repr, expect))}.")
+
+
 def _from_environment(what: str, given: int | None, *variables: str, default: int | None = None) -> int:
     """A number that launchers put into the environment."""
     if given is not None:
-        return given
+        return whole_number(what, given)
     for variable in variables:
         if os.environ.get(variable, "").isdigit():
             return int(os.environ[variable])

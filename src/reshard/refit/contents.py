@@ -96,7 +96,15 @@ def _boxes_of(spec: Any, holdings: Sequence[Rule | Pieces], rank: int) -> list[B
 
 
 def check_no_overlap(pieces: Sequence[BoundPiece]) -> None:
-    """Refuse destination memory that two pieces would both write."""
+    """Refuse destination memory that would be written twice, by two pieces or within one."""
+    for bound in pieces:
+        if bound.binding.overlaps_itself:
+            raise BindingError(
+                f"{bound.piece.name!r} {bound.piece.box}: elements of it share memory (shape "
+                f"{list(bound.binding.shape)}, strides {list(bound.binding.strides)}), as in an expanded view, so one "
+                f"would overwrite the other. Accept a tensor in which each has its own (tensor.clone()).",
+                tensor=bound.piece.name,
+            )
     ordered = sorted(pieces, key=lambda b: (b.binding.buffer, b.binding.span))
     for index, bound in enumerate(ordered):
         for other in ordered[index + 1 :]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import BindingError, LayoutError, ManifestError
+from reshard.errors import BindingError, LayoutError
 from reshard.layouts.bound import bind_shards
 from reshard.layouts.manifest import Manifest
 
@@ -31,20 +31,41 @@ class Declared:
     number: int | None = None
     """This rank's number in its world where no DTensor tells; the group's if not given."""
 
-    rooms: frozenset[int] = frozenset()
-    """Buffers in which destination pieces may land at any time: nobody reads them before the commit."""
+    rooms: tuple[torch.Tensor, ...] = field(default=(), compare=False)
+    """Memory of the session in which destination pieces may land at any time; with an in-place commit one at most, in
+    which tensors that go whole take turns."""
 
     whole: Mapping[str, str] = field(default_factory=dict)
     """Destination tensors that this rank takes whole, each with the reason."""
+
+    loaded: tuple[str, ...] = ()
+    """Those of them that a loader is given, after the other tensors of their install groups."""
+
+    @property
+    def turns_in(self) -> torch.Tensor | None:
+        """The room in which tensors that go whole take turns."""
+        return self.rooms[0] if self.rooms and self.options.commit == "in-place" else None
+
+    @property
+    def buffers(self) -> frozenset[int]:
+        """The buffers of the rooms."""
+        return frozenset(room.untyped_storage().data_ptr() for room in self.rooms)
 
 
 def device_of(declared: Declared) -> torch.device | None:
     """Where this rank's weights lie; None where it has none.
 
     Raises:
-        BindingError: On more than one device.
+        BindingError: On more than one device, or in no memory.
     """
     parts = [part for part in (declared.src, declared.dst) if part is not None]
+    for bound in (bound for part in parts for bound in part.local):
+        if not bound.binding.buffer and bound.view.numel():
+            raise BindingError(
+                f"{bound.piece.name!r} has no memory (device {bound.view.device}, {type(bound.view).__name__}): it was "
+                f"never given any, or has been freed. Offer and accept tensors whose weights are there.",
+                tensor=bound.piece.name,
+            )
     devices: dict[torch.device, str] = {}
     for part in parts:
         devices.update({bound.view.device: bound.piece.name for bound in part.local})
@@ -63,7 +84,7 @@ def same_kind_of_device(kinds: Sequence[str | None]) -> str:
     known = {kind: rank for rank, kind in enumerate(kinds) if kind is not None}
     if len(known) > 1:
         (a, rank), (b, other) = list(known.items())[:2]
-        raise ManifestError(
+        raise BindingError(
             f"Rank {rank} has its tensors on {a}, rank {other} on {b}. One refit moves between devices of one kind: "
             f"copy one side first.",
             ranks=(rank, other),
@@ -87,6 +108,7 @@ def to_wire(declared: Declared, device: torch.device | None) -> dict[str, Any]:
         "options": asdict(declared.options),
         "device": None if device is None else device.type,
         "whole": dict(declared.whole),
+        "loaded": list(declared.loaded),
     }
 
 

@@ -11,6 +11,7 @@ from reshard.refit.gate import Gate, refusal
 from reshard.refit.group import Group
 from reshard.refit.membership import Member, Register
 from reshard.refit.offered import publish, read_offered, say_mark
+from reshard.refit.options import whole_number
 from reshard.refit.status import SESSIONS, prefix_of, wait_until_published
 from reshard.refit.store import make_group, open_store, prefixed
 from reshard.transports.base import Deadline
@@ -122,6 +123,7 @@ class Epochs:
 
     def wait_for(self, version: int, deadline: Deadline) -> int:
         """Wait until the source has come to a version, or a later one: which one it is."""
+        version = whole_number("version", version)
         try:
             return wait_until_published(self.store, self._setup.session, version, deadline)
         except RuntimeError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from reshard.layouts.manifest import find_rebound
 
 if TYPE_CHECKING:
+    from reshard.refit.handed import Handed
     from reshard.refit.offers import Offer
 
 MOVED = (
@@ -33,11 +35,35 @@ def fault_of(offer: Offer | None, *, writes: bool) -> str:
         )
     if offer.has_moved:
         return MOVED
-    held = () if offer.handed is None else offer.handed.held
-    if held:
-        more = f" and {len(held) - 5} more" if len(held) > 5 else ""
+    name = _find_freed(offer)
+    if name is not None:
         return (
-            f"somebody keeps {', '.join(map(repr, held[:5]))}{more} as the last refit handed it out, in memory that "
-            f"this one writes again; keep a copy instead (tensor.clone())"
+            f"{name!r} has no memory: it lies on the meta device, or was freed since it was {verb}; bring it back, or "
+            f"call session.{call} with weights that are there"
+        )
+    held = held_by_somebody(offer.handed)
+    if held:
+        return (
+            f"somebody keeps {held} as the last refit handed it out, in memory that this one writes again; keep a copy "
+            f"instead (tensor.clone())"
         )
     return ""
+
+
+def held_by_somebody(handed: Handed | None) -> str:
+    """The names of what was handed out and somebody still holds; empty if there is none, or nobody looks."""
+    held = () if handed is None else handed.held
+    more = f" and {len(held) - 5} more" if len(held) > 5 else ""
+    return f"{', '.join(map(repr, held[:5]))}{more}"
+
+
+def _find_freed(offer: Offer) -> str | None:
+    """The name of a tensor whose storage holds no memory: to read or write it would end the process."""
+    seen: set[int] = set()
+    for bound in chain(offer.manifest.local, *(one.pieces for one in offer.whole)):
+        if bound.binding.buffer in seen or not bound.view.numel():
+            continue
+        seen.add(bound.binding.buffer)
+        if not bound.view.untyped_storage().data_ptr():
+            return offer.renamed.get(bound.piece.name, bound.piece.name)
+    return None

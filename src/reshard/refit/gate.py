@@ -13,6 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from reshard.errors import PeerError, RefitTimeout
+from reshard.transports.meeting import wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,9 +76,7 @@ class Gate:
             raise _ending(reason, version)
         if entered == (call + 1) * size:
             store.compare_set(word, "", _ALL_HERE)
-        try:
-            store.wait([word], timedelta(seconds=max(0.001, deadline.remaining())))
-        except RuntimeError:
+        if not wait_for_key(store, word, deadline):
             self._expire(word, keys, deadline)
         said = store.get(word).decode()
         if said != _ALL_HERE:

@@ -62,7 +62,7 @@ class Journal:
         self._kept.append(row)
         level = logging.WARNING if error is not None else logging.DEBUG
         logger.log(
-            level, "%s %s: %s, now %s", self.member, _version(row), row["event"], row["to"], extra={"reshard": row}
+            level, "%s%s: %s, now %s", self.member, _version(row), row["event"], row["to"], extra={"reshard": row}
         )
         if self._file is not None:
             self._append(self._file, [row])
@@ -108,7 +108,7 @@ class Journal:
 
 
 def _version(row: dict[str, Any]) -> str:
-    return "" if row["version"] is None else f"version {row['version']}"
+    return "" if row["version"] is None else f", version {row['version']}"
 
 
 def _quietly(call: Callable[[], None]) -> None:

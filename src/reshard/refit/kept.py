@@ -11,8 +11,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from reshard.layouts.bound import BoundPiece
-    from reshard.refit.compiled import CompiledRefit
     from reshard.refit.offers import Offer
+    from reshard.refit.windowed import WindowedRefit
 
 _KEPT_VERSIONS = 4
 """Versions whose fingerprints are remembered, to say which one a tensor is."""
@@ -30,7 +30,7 @@ class Kept:
         self._known.clear()
         self._committed.clear()
 
-    def keep(self, offer: Offer, compiled: CompiledRefit, version: int) -> None:
+    def keep(self, offer: Offer, compiled: WindowedRefit, version: int) -> None:
         """Remember the weights that a refit has just made live."""
         whole = {one.name: list(one.pieces) for one in offer.whole}
         live = {bound.piece.name: whole.get(bound.piece.name, []) for bound in compiled.live}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from reshard.errors import ConfigError
 
+if TYPE_CHECKING:
     from reshard.layouts.piece import Piece
 
 
@@ -48,3 +48,17 @@ class Hooks:
 
     loaders: Mapping[str, Loader] | None = None
     """By tensor: who takes it whole."""
+
+    def check(self) -> None:
+        """Refuse at once what could not be called at the commit, when the weights are being written.
+
+        Raises:
+            ConfigError: A hook that cannot be called, or loaders without patterns.
+        """
+        if self.loaders is not None and not isinstance(self.loaders, Mapping):
+            raise ConfigError(f"loaders={self.loaders!r}: give a loader for each pattern of names.")
+        hooks = {"install": self.install, "installed": self.installed, "committed": self.committed}
+        hooks.update({f"loaders[{pattern!r}]": loader for pattern, loader in (self.loaders or {}).items()})
+        for name, hook in hooks.items():
+            if not callable(hook) and (hook is not None or name.startswith("loaders")):
+                raise ConfigError(f"{name}={hook!r} cannot be called. Give a function.")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from reshard.errors import RefitTimeout, VersionError
+from reshard.refit.options import whole_number
 from reshard.units import format_seconds
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class Leases:
             RefitTimeout: A commit is still under way at the deadline.
             VersionError: This rank serves no version, or another, or is torn.
         """
+        version = None if version is None else whole_number("version", version)
         with self._changed:
             self.used = self.used or not in_flight
             if not in_flight and not self._changed.wait_for(lambda: self._closed_for is None, deadline.remaining()):

@@ -21,11 +21,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import MembershipError, PeerError
 from reshard.refit.gate import wake_gates
+from reshard.transports.meeting import wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -251,11 +251,8 @@ class Register:
         index = self._store.add(f"{attempt}/comers", 1) - 1
         self._store.set(f"{attempt}/comer/{index}", json.dumps(asdict(self._me)))
         self._judge(attempt, self._comers(attempt))
-        try:
-            self._store.wait([f"{attempt}/word"], timedelta(seconds=max(0.001, deadline.remaining())))
-        except RuntimeError:
-            if not self._store.check([f"{attempt}/word"]):
-                self._give_up(attempt, deadline)
+        if not wait_for_key(self._store, f"{attempt}/word", deadline):
+            self._give_up(attempt, deadline)
         word = self._word(attempt)
         assert word is not None
         return word

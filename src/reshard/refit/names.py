@@ -7,7 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, TypeAlias
 
-from reshard.errors import ManifestError
+from reshard.errors import ConfigError, ManifestError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -61,8 +61,11 @@ def renamed(manifest: Manifest, rules: Rename | None) -> tuple[Manifest, dict[st
     """A manifest under new names, and what each changed name was before.
 
     Raises:
+        ConfigError: No rules.
         ManifestError: Two tensors would have one name; all such pairs are listed.
     """
+    if not (rules is None or callable(rules) or isinstance(rules, Mapping)):
+        raise ConfigError(f"rename={rules!r}: give rules from name to name, or a function.")
     bare = without_wrappers(manifest.names)
     to = {name: short if rules is None else new_name(short, rules) for name, short in bare.items()}
     by_new: dict[str, list[str]] = {}

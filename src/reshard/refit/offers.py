@@ -82,11 +82,8 @@ def make_offer(
     Raises:
         ManifestError, LayoutError: What cannot be described.
     """
-    if isinstance(what, Manifest):
-        original = what
-    else:
-        original = Manifest.from_torch(what, world=world, groups=groups if not callable(groups) else None)
-    if callable(groups):
+    original = what if isinstance(what, Manifest) else Manifest.from_torch(what, world=world)
+    if groups is not None:
         original = _grouped(original, groups)
     manifest, changed = renamed(original, rename)
     return Offer(original, manifest, changed)
@@ -108,6 +105,11 @@ def frozen(value: Any) -> Any:
     return [frozen(one) for one in value] if isinstance(value, list | tuple) else copy.deepcopy(value)
 
 
-def _grouped(manifest: Manifest, group: Callable[[str], str]) -> Manifest:
-    entries = (replace(e, spec=replace(e.spec, group=group(e.spec.name))) for e in manifest.entries)
+def _grouped(manifest: Manifest, groups: Mapping[str, str] | Callable[[str], str]) -> Manifest:
+    """The manifest with other install groups; tensors that ``groups`` does not name keep their own."""
+
+    def group_of(name: str, own: str) -> str:
+        return groups(name) if callable(groups) else groups.get(name, own)
+
+    entries = (replace(e, spec=replace(e.spec, group=group_of(e.spec.name, e.spec.group))) for e in manifest.entries)
     return replace(manifest, entries=tuple(entries))

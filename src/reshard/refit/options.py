@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ConfigError, DigestError
@@ -14,6 +16,9 @@ from reshard.units import parse_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
+
+_LONGEST = timedelta(days=366)
+"""What clocks and sockets can count; who waits longer is not waiting for an answer."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +67,46 @@ def make_options(
     ):
         if value not in known:
             raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(known)}.")
-    bucket = None if bucket_nbytes is None else parse_nbytes(bucket_nbytes)
-    nbytes = parse_nbytes(staging_nbytes)
+    bucket = None if bucket_nbytes is None else _nbytes("bucket_nbytes", bucket_nbytes)
+    nbytes = _nbytes("staging_nbytes", staging_nbytes)
     return Options(strategy, transport, verify, nbytes, bucket, depth, casts, commit, check_routes(routes))
+
+
+def _nbytes(name: str, given: int | str) -> int:
+    try:
+        return parse_nbytes(given)
+    except ConfigError as error:
+        raise ConfigError(f"{name}={given!r}: {error.message}", value=given) from None
+
+
+def whole_number(name: str, given: object) -> int:
+    """An argument that counts something, whatever kind of integer it was given as.
+
+    Raises:
+        ConfigError: It is no whole number.
+    """
+    try:
+        return operator.index(given)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name}={given!r} is no whole number. Give an int.") from None
+
+
+def check_timeout(given: timedelta | None, default: timedelta) -> timedelta:
+    """A timeout as it was given, or the one that counts where none was.
+
+    Raises:
+        ConfigError: It is no time span, or leaves no time.
+    """
+    if given is None:
+        return default
+    if not isinstance(given, timedelta):
+        raise ConfigError(f"timeout={given!r} is no time span. Give one, as in timedelta(seconds=30).")
+    if not timedelta(0) < given <= _LONGEST:
+        raise ConfigError(
+            f"timeout={given.total_seconds():g} s cannot work: give more than 0 s, for others to answer, and a year at "
+            f"most."
+        )
+    return given
 
 
 def same_options(rows: Sequence[dict[str, Any]]) -> Options:
@@ -76,7 +118,7 @@ def same_options(rows: Sequence[dict[str, Any]]) -> Options:
             if row[name] != rows[0][name]:
                 raise DigestError(
                     f"Rank 0 called with {name}={rows[0][name]!r} and rank {rank} with {name}={row[name]!r}. "
-                    f"All ranks of a refit choose the same.",
+                    f"All ranks choose the same, those of a session when they connect.",
                     rank=rank,
                     option=name,
                 )

@@ -56,7 +56,8 @@ class RefitReport:
     """All memory that this rank keeps for refits: staging, and room to land in."""
 
     copies_nbytes: int
-    """The part of it that landing room takes: not bounded by ``staging_nbytes=`` but by the rank's weights."""
+    """The part of it that landing room takes: with a staged commit all that the rank's weights take, else what tensors
+    that go whole take a few at a time."""
 
     paths: Mapping[str, str]
     """By tensor: the rules by which its bytes travel; before them whether it goes whole, where to and why."""
@@ -78,7 +79,7 @@ class RefitReport:
     """The least time of any plan over the ports of the topology that was given; None without one."""
 
     bound_fraction: float | None
-    """The plan's busiest port over that bound; 1.0 is the best."""
+    """The plan's busiest port over that bound, window after window; 1.0 is the best."""
 
     digest: str = ""
     """Of the fingerprints of all tensors; empty where none are kept."""
@@ -95,6 +96,9 @@ class RefitReport:
     copies_into: Mapping[str, float] = field(default_factory=dict)
     """By domain: how many copies of what its ranks want enter it over the network; empty where there is one domain."""
 
+    windows: int = 1
+    """In how many parts it moved, one after the other, so that tensors that go whole share the room to land in."""
+
     def to_json(self) -> dict[str, Any]:
         """Plain data, for logs."""
         return asdict(self)
@@ -109,10 +113,11 @@ class RefitReport:
         phases = ", ".join(f"{name} {format_seconds(seconds)}" for name, seconds in self.phases.items())
         casts = f", {len(self.casts)} cast" if self.casts else ""
         direct = f", {self.direct_fraction:.0%} of bytes direct" if self.direct_fraction < 1 else ""
+        windows = f" in {self.windows} windows" if self.windows > 1 else ""
         stood = "" if self.pause_seconds is None else f", engines stood still for {format_seconds(self.pause_seconds)}"
         return (
             f"{self.member}: version {self.version}{part} to {', '.join(self.to)}: "
-            f"{self.tensors} tensors{casts}{changed}{direct}, "
+            f"{self.tensors} tensors{windows}{casts}{changed}{direct}, "
             f"{format_nbytes(self.sent_nbytes)} out, {format_nbytes(self.received_nbytes)} in, "
             f"{format_seconds(self.seconds)} ({phases}){stood}"
         )

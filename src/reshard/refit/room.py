@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from reshard.errors import ManifestError
 from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.holding import HERE, Rule
 from reshard.layouts.piece import Piece
+from reshard.refit.windows import room_nbytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -31,19 +33,41 @@ def carve(
 
     The buffer may be moved into shared memory: its parts follow.
     """
-    offsets, nbytes = [], 0
-    for shape, dtype in shapes:
-        offsets.append(nbytes)
-        nbytes += _aligned(prod(shape) * dtype.itemsize)
-    buffer = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-    parts = [
+    buffer = torch.zeros(sum(map(_nbytes, shapes)), dtype=torch.uint8, device=device)
+    return buffer, _beside(buffer, shapes)
+
+
+def carve_for_turns(
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str, limit: int
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """As ``carve``, for tensors that take turns: a buffer of at most ``limit`` bytes, or of the largest of them.
+
+    Each tensor is given the beginning of the buffer, until it is known which ones are there at a time (``place``).
+    """
+    buffer = torch.zeros(room_nbytes([*map(_nbytes, shapes)], limit), dtype=torch.uint8, device=device)
+    return buffer, [part for shape in shapes for part in _beside(buffer, [shape])]
+
+
+def place(views: Sequence[torch.Tensor], room: torch.Tensor) -> list[torch.Tensor]:
+    """Tensors of the shapes and dtypes of ``views``, beside each other in room that they have to themselves."""
+    return _beside(room, [(tuple(view.shape), view.dtype) for view in views])
+
+
+def _beside(buffer: torch.Tensor, shapes: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    starts = accumulate(map(_nbytes, shapes), initial=0)
+    return [
         buffer[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        for at, (shape, dtype) in zip(offsets, shapes, strict=True)
+        for at, (shape, dtype) in zip(starts, shapes, strict=False)
     ]
-    return buffer, parts
 
 
-def _aligned(nbytes: int) -> int:
+def _nbytes(shape_and_dtype: tuple[tuple[int, ...], torch.dtype]) -> int:
+    shape, dtype = shape_and_dtype
+    return aligned(prod(shape) * dtype.itemsize)
+
+
+def aligned(nbytes: int) -> int:
+    """What a tensor of so many bytes takes in a buffer."""
     return -(-nbytes // _ALIGNED) * _ALIGNED
 
 
@@ -52,7 +76,7 @@ def nbytes_beside(manifest: Manifest, rooms: Sequence[torch.Tensor]) -> int:
     buffers = {room.untyped_storage().data_ptr() for room in rooms}
     beside = [bound.view for bound in manifest.local if bound.binding.buffer not in buffers]
     beside += [local for _, _, local in manifest.unread]
-    return sum(_aligned(view.numel() * view.element_size()) for view in beside)
+    return sum(aligned(view.numel() * view.element_size()) for view in beside)
 
 
 def give_room(

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING
 from reshard.errors import BindingError, InstallError, MembershipError, ReshardError, VersionError
 from reshard.refit import events as ev
 from reshard.refit import fingerprints
-from reshard.refit.call import Asked, Current, Scope, Setup, make_report
+from reshard.refit.call import Asked, Current, Scope, Setup, declare, make_report
 from reshard.refit.commands import AWAITED, TO_ENGINES, Command
-from reshard.refit.compile import compile_declared
-from reshard.refit.declared import Declared
+from reshard.refit.compile import compile_windows
 from reshard.refit.drive import make_drive
 from reshard.refit.epochs import Epochs, quietly
 from reshard.refit.faults import MOVED, fault_of
@@ -24,13 +23,12 @@ from reshard.refit.machine import Phase, State, check_invariants, step
 from reshard.refit.names import matching
 from reshard.refit.status import MemberStatus, write_status
 from reshard.refit.telling import Place, error_for_caller, text_of
+from reshard.refit.windowed import WindowedRefit
 from reshard.transports.base import Deadline
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from reshard.layouts.manifest import Manifest
-    from reshard.refit.compiled import CompiledRefit
     from reshard.refit.journal import Journal
     from reshard.refit.offers import Offer
     from reshard.refit.report import RefitReport
@@ -55,7 +53,7 @@ class Runner:
         self.journal = journal
         self.state = State(writes=setup.me.role == "destination", staged=setup.options.commit == "staged")
         self._kept_prints: dict[tuple[str, ...], dict[str, int]] = {}
-        self.on_commit: Callable[[CompiledRefit, int], None] | None = None
+        self.on_commit: Callable[[WindowedRefit, int], None] | None = None
         self.epochs = Epochs(setup)
         self._current: Current | None = None
         self._deadline: Deadline
@@ -205,7 +203,7 @@ class Runner:
         scope.compiled[asked.names] = compiled  # last used, last dropped
         current.compiled = compiled
         if self.setup.options.verify == "fingerprint":
-            share = fingerprints.of_share(compiled.plan, scope.rank, compiled.sources, compiled.cast_at)
+            share = compiled.fingerprints_of_share()
             told = scope.group.meeting.exchange("fingerprints", json.dumps(share).encode(), current.deadline)
             current.prints = fingerprints.add_up(json.loads(part) for part in told)
             if not asked.allow_rollback and any(row.serves_whole(asked.version) for row in current.requests):
@@ -229,24 +227,25 @@ class Runner:
         """Fingerprints of what this rank serves; on the source, of what it sent to the same worlds last."""
         return self._kept_prints.setdefault(() if self.state.writes else self._now.asked.to, {})
 
-    def _compile(self, scope: Scope, asked: Asked, deadline: Deadline) -> CompiledRefit:
-        offer, setup = asked.offer, self.setup
-        assert offer is not None
-        manifest = offer.manifest
-        if asked.names is not None:
-            manifest = manifest.select(matching(manifest.names, asked.names))
-        src, dst = (None, manifest) if self.state.writes else (manifest, None)
-        rooms = frozenset(room.untyped_storage().data_ptr() for room in offer.rooms)
-        declared = Declared(src, dst, setup.options, setup.me.world, setup.me.rank, rooms, _reasons(offer, manifest))
-        return compile_declared(scope.group, declared, setup.topology, deadline)
+    def _compile(self, scope: Scope, asked: Asked, deadline: Deadline) -> WindowedRefit:
+        windows = compile_windows(scope.group, declare(self.setup, asked), self.setup.topology, deadline)
+        return WindowedRefit(windows)
 
     def _move(self) -> ev.Event:
-        compiled = self._now.compiled
+        current, compiled = self._now, self._now.compiled
         assert compiled is not None
-        if self.state.writes and not self.state.staged:
-            self.leases.writes(self._now.asked.version)
-        self._now.moved = compiled.move(self._now.deadline, self._now.started)
+        if self.state.writes and (offer := current.asked.offer) is not None:
+            current.installation = Installation(compiled.windows, offer, current.asked.version, current.deadline)
+            if not self.state.staged:
+                self.leases.writes(current.asked.version)
+        current.moved = compiled.move(current.deadline, current.started, self._empty_room)
         return ev.Moved()
+
+    def _empty_room(self, window: int) -> None:
+        """Install what has landed while more is to come, as only happens in place."""
+        self._check_places()
+        if (installation := self._now.installation) is not None:
+            installation.empty_room(window)
 
     def _await_landed(self) -> ev.Event:
         current, scope = self._now, self._now_scope
@@ -276,9 +275,10 @@ class Runner:
     def _commit(self) -> ev.Event:
         compiled = self._now.compiled
         assert compiled is not None
-        if self.state.writes and (offer := self._now.asked.offer) is not None:
+        if (installation := self._now.installation) is not None:
             self.leases.writes(self._now.asked.version)
-            Installation(compiled, offer, self._now.asked.version, self._now.deadline).run(staged=self.state.staged)
+            installation.window(len(compiled.windows) - 1, staged=self.state.staged)
+            installation.committed()
         self._drive.commit(self._now.deadline)
         if self._now.prints is not None:
             kept = self._prints
@@ -394,9 +394,3 @@ _EFFECTS: dict[Command, Callable[[Runner], ev.Event]] = {
     Command.COMMIT: Runner._commit,
     Command.AWAIT_COMMITTED: Runner._await_committed,
 }
-
-
-def _reasons(offer: Offer, manifest: Manifest) -> dict[str, str]:
-    """Why the rank takes some tensors of a refit whole."""
-    names = set(manifest.names)
-    return {one.name: one.reason for one in offer.whole if one.name in names}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -19,6 +20,7 @@ from reshard.refit.landed import Hooks
 from reshard.refit.metrics import Metrics
 from reshard.refit.names import matching
 from reshard.refit.offers import frozen, make_offer
+from reshard.refit.options import check_timeout
 from reshard.refit.progress import ProgressLine, Watch
 from reshard.refit.room import nbytes_beside
 from reshard.refit.snapshot import Snapshot
@@ -32,7 +34,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.layouts.piece import TensorSpec
-    from reshard.refit.compiled import CompiledRefit
     from reshard.refit.landed import Committed, Install, Installed, Loader
     from reshard.refit.leases import Lease
     from reshard.refit.machine import Serving
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from reshard.refit.report import RefitReport
     from reshard.refit.runner import Runner
     from reshard.refit.status import MemberStatus
+    from reshard.refit.windowed import WindowedRefit
 
 
 class Session:
@@ -56,6 +58,8 @@ class Session:
         self._snapshot: Snapshot | None = None
         self._thread: ThreadPoolExecutor | None = None
         self._last: Any = None
+        self._busy = threading.Lock()
+        self._pid = os.getpid()
         self._kept = Kept()
         runner.on_commit = self._after_commit
 
@@ -96,8 +100,8 @@ class Session:
             TransportError: The store is lost.
         """
         self._check_open()
-        self._check_role("destination", "offer", "offered")
-        return self._runner.epochs.offered(Deadline.after(timeout or self._runner.setup.timeout))
+        self._check_role("destination", "offered", "offer")
+        return self._runner.epochs.offered(Deadline.after(check_timeout(timeout, self._runner.setup.timeout)))
 
     def accept(
         self,
@@ -129,14 +133,14 @@ class Session:
                 waited for.
             loaders: By pattern of names as both sides use them, for tensors that a loader does more with than to move
                 them: each is taken whole, and given to ``loader(name, tensor)`` after the other tensors of its
-                install group; the next refit writes the tensor again. A pattern that matches nothing of what is
-                accepted is looked for among what the source offers, and waits for it. All ranks of a world give the
-                same.
+                install group. The tensor is the session's, and what lands next writes it again: the next refit, or
+                with ``commit="in-place"`` the rest of this one. A pattern that matches nothing of what is accepted is
+                looked for among what the source offers, and waits for it. All ranks of a world give the same.
             depends_on: Gives what the places of the tensors depend on, such as an engine's expert map. If that has
                 changed when a refit begins, or before it commits, it fails on all ranks until ``accept`` is called
                 again, and the old version serves.
-            debug: Hand copies to loaders and to ``install``, and fail the next refit while somebody holds one of them,
-                or a view of it: without ``debug`` it would be overwritten under the holder.
+            debug: Hand copies to loaders and to ``install``, and fail the refit that would write the tensor again while
+                somebody holds one of them, or a view of it: without ``debug`` it would be overwritten under the holder.
 
         Raises:
             ConfigError: This world is the source; or ``install`` in a session whose commit is in place.
@@ -162,7 +166,10 @@ class Session:
     def landing_nbytes(self) -> int:
         """Bytes beside the live weights in which refits of this rank land, known before the first one.
 
-        They are kept between refits. What is cast as it goes live lands in its wire's dtype, and takes less than said.
+        They are kept between refits. With ``commit="in-place"`` it is the room for tensors that go whole, a few at a
+        time: at most half of ``staging_nbytes``, or the largest of them if that is more. With ``"staged"`` all of them,
+        and all else, land beside the live weights; what is cast as it goes live lands in its wire's dtype, and takes
+        less than said.
         """
         if self._offer is None or not self._runner.state.writes:
             return 0
@@ -247,7 +254,7 @@ class Session:
                 self._last.exception()  # it may still read the copies of the last snapshot
             self._take_snapshot()
         asked = self._asked(version, names, to, allow_rollback, snapshot=snapshot)
-        deadline_after = timeout or self._runner.setup.timeout
+        deadline_after = check_timeout(timeout, self._runner.setup.timeout)
         if async_op:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-session")
@@ -270,6 +277,18 @@ class Session:
         return make_asked(me, worlds, offer, version=version, names=names, to=to, allow_rollback=allow_rollback)
 
     def _refit(self, asked: Asked, timeout: timedelta) -> RefitReport:
+        if not self._busy.acquire(blocking=False):
+            raise ConfigError(
+                f"refit to version {asked.version} was called while another call of it is under way here, in a hook or "
+                f"in another thread. Calls come one after the other, in the same order on all ranks: make them from "
+                f"one thread, or with async_op=True."
+            )
+        try:
+            return self._refit_alone(asked, timeout)
+        finally:
+            self._busy.release()
+
+    def _refit_alone(self, asked: Asked, timeout: timedelta) -> RefitReport:
         partial = False
         if asked.names is not None and asked.offer is not None:
             every = asked.offer.manifest.names
@@ -301,11 +320,11 @@ class Session:
             TransportError: The store is lost.
         """
         self._check_open()
-        return self._runner.epochs.wait_for(version, Deadline.after(timeout or self._runner.setup.timeout))
+        return self._runner.epochs.wait_for(version, Deadline.after(check_timeout(timeout, self._runner.setup.timeout)))
 
     # -- after the commit ---------------------------------------------------------------------------------------------
 
-    def _after_commit(self, compiled: CompiledRefit, version: int) -> None:
+    def _after_commit(self, compiled: WindowedRefit, version: int) -> None:
         """Keep what ``verify`` compares with."""
         if self._offer is not None and self._runner.setup.options.verify == "fingerprint" and self._runner.state.writes:
             self._kept.keep(self._offer, compiled, version)
@@ -347,13 +366,13 @@ class Session:
             RefitTimeout: A commit was still under way at the deadline.
         """
         self._check_open()
-        self._check_role("destination", "offer", "lease")
+        self._check_role("destination", "lease", "offer")
         if not in_flight and not self._runner.state.staged:
             raise ConfigError(
                 "lease() cannot hold a version in a session with commit='in-place', which writes to the live weights "
                 "while it moves. Open it with commit='staged', or take leases with in_flight=True."
             )
-        deadline = Deadline.after(timeout or self._runner.setup.timeout)
+        deadline = Deadline.after(check_timeout(timeout, self._runner.setup.timeout))
         holder = holder or threading.current_thread().name
         return self._runner.leases.take(holder, deadline, version=version, in_flight=in_flight)
 
@@ -408,6 +427,11 @@ class Session:
     def _check_open(self) -> None:
         if self._runner.state.phase.value == "closed":
             raise ConfigError(f"Session {self._runner.setup.session!r} is closed here; connect again.")
+        if self._pid != os.getpid():
+            raise ConfigError(
+                f"Session {self._runner.setup.session!r} was opened by process {self._pid}, and this is its fork "
+                f"{os.getpid()}: both would speak over the same connections. Connect where refits are called."
+            )
 
     def __enter__(self) -> Session:
         return self

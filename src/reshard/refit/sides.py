@@ -116,7 +116,7 @@ def unite(manifests: Sequence[Manifest], size: int) -> Manifest:
 
 
 def without_aliases(
-    src: Manifest, dst: Manifest, said: Mapping[int, Sequence[Sequence[str]]]
+    src: Manifest, dst: Manifest, said: Mapping[int, Sequence[Sequence[str]]], called: Sequence[str]
 ) -> tuple[Manifest, dict[str, set[int]]]:
     """Let every rank write memory that has two names once, and refuse it where the source holds two tensors.
 
@@ -124,6 +124,7 @@ def without_aliases(
         src: The source.
         dst: The destination, in the group's ranks.
         said: By rank of the group: (name, first name) of names that are one memory there.
+        called: What each rank of the group is called.
 
     Returns:
         The destination without what is not written, and by name the ranks that do not write it.
@@ -143,7 +144,7 @@ def without_aliases(
                 dropped.setdefault(name, set()).add(rank)
             else:
                 raise ManifestError(
-                    f"{first!r} and {name!r} are one buffer on destination rank {rank}, but two on the source, whose "
+                    f"{first!r} and {name!r} are one buffer on {called[rank]}, but two on the source, whose "
                     f"values may differ: one would overwrite the other. Tie them on the source, or give the "
                     f"destination two buffers, or leave one name out of the destination.",
                     tensors=(first, name),

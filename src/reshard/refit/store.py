@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
+from concurrent.futures import Future
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -18,14 +20,28 @@ if TYPE_CHECKING:
 
 _PAUSE_SECONDS = 0.05
 """Between two tries to reach a store that is not there yet."""
+_REACH_SECONDS = 5.0
+"""For a store to be reached by the process that serves it, under the name that others will use."""
+_HERE = "127.0.0.1"
+_LISTENS_EVERYWHERE = ("", "0.0.0.0", "::", "*")
+_PORTS = range(1, 1 << 16)
 
 
 class ServedStore:
     """A store that this process hosts until it is closed, or the process ends; ``str`` gives its address."""
 
     def __init__(self, host: str, port: int) -> None:
-        try:
-            self._store: dist.TCPStore | None = dist.TCPStore(host, port, None, is_master=True, wait_for_workers=False)
+        if host in _LISTENS_EVERYWHERE:
+            raise ConfigError(
+                f"host={host!r} says where to listen, and nobody can be told to go there. Give the name or address "
+                f"under which the members reach this machine; the store listens on all of them."
+            )
+        if port not in (0, *_PORTS):
+            raise ConfigError(
+                f"port={port!r} is no port: they go up to {_PORTS[-1]}. Choose another, or 0 for any free."
+            )
+        try:  # torch would wait five minutes for itself under a name that leads elsewhere
+            self._store: dist.TCPStore | None = dist.TCPStore(_HERE, port, None, is_master=True, wait_for_workers=False)
         except RuntimeError as error:
             raise ConfigError(
                 f"No store can be served at {host}:{port}: {error}. Choose another port, or port=0 for any free one."
@@ -33,6 +49,14 @@ class ServedStore:
         self.host = host
         self.port = self._store.port
         self.address = f"tcp://{host}:{self.port}"
+        try:
+            socket.create_connection((host, self.port), timeout=_REACH_SECONDS).close()
+        except OSError as error:
+            self._store = None
+            raise ConfigError(
+                f"host={host!r} does not lead to this process, so no member would find the store there ({error}). Give "
+                f"the name or address under which they reach this machine."
+            ) from error
 
     def close(self) -> None:
         """Stop serving; sessions that meet there lose it."""
@@ -62,7 +86,7 @@ def serve_store(host: str = "127.0.0.1", port: int = 0) -> ServedStore:
         What keeps the store alive; ``str(...)`` is the address, ``tcp://host:port``, that members pass to ``connect``.
 
     Raises:
-        ConfigError: The port is taken.
+        ConfigError: The port is taken, or the host does not lead here.
     """
     return ServedStore(host, port)
 
@@ -75,13 +99,13 @@ def open_store(address: str, deadline: Deadline) -> dist.Store:
         TransportError: Nobody answers there within the deadline.
     """
     match = re.fullmatch(r"(?:tcp://)?\[?([^\]/]+?)\]?:(\d+)", address)
-    if match is None:
+    if match is None or int(match[2]) not in _PORTS:
         raise ConfigError(f"store={address!r} is no address; use tcp://host:port, as serve_store gives it.")
     host, port = match[1], int(match[2])
     while True:
         try:
             socket.create_connection((host, port), timeout=max(0.01, min(1.0, deadline.remaining()))).close()
-            return dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=max(1.0, deadline.remaining())))
+            return _connected(host, port, max(1.0, deadline.remaining()))
         except (OSError, RuntimeError) as error:
             if deadline.expired:
                 raise TransportError(
@@ -90,6 +114,27 @@ def open_store(address: str, deadline: Deadline) -> dist.Store:
                     store=address,
                 ) from error
             time.sleep(min(_PAUSE_SECONDS, deadline.remaining()))
+
+
+def _connected(host: str, port: int, seconds: float) -> dist.Store:
+    """torch's client; it waits for ever for an answer of something that listens there and is no store.
+
+    Raises:
+        OSError, RuntimeError: It got none.
+    """
+    opened: Future[dist.Store] = Future()
+
+    def connect() -> None:
+        try:
+            opened.set_result(dist.TCPStore(host, port, None, False, timeout=timedelta(seconds=seconds)))
+        except BaseException as error:
+            opened.set_exception(error)
+
+    threading.Thread(target=connect, name="reshard-store", daemon=True).start()
+    try:
+        return opened.result(seconds)
+    except TimeoutError:
+        raise OSError("something listens there, and does not answer as a store does") from None
 
 
 def prefixed(store: dist.Store, prefix: str) -> dist.Store:

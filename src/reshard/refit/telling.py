@@ -6,7 +6,15 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from reshard.errors import MembershipError, PeerError, ReshardError, TransportError, VerifyError
+from reshard.errors import (
+    LayoutError,
+    ManifestError,
+    MembershipError,
+    PeerError,
+    ReshardError,
+    TransportError,
+    VerifyError,
+)
 from reshard.refit.machine import Phase
 
 if TYPE_CHECKING:
@@ -24,6 +32,7 @@ _OF_ONE_GROUP = (
     " The destination's tensors may hold a mix of old and new weights until a refit completes. The connections of this "
     "refit are closed: build a new process group, compile the refit again and run it.",
     " The destination is torn: refit again.",
+    " This transport is over; make a new one before the next try.",
     " This transport is over; make a new one.",
     " The group's connections are closed; make a new group before the next try.",
     " Look at what was going on there; the next try needs a new scope.",
@@ -63,8 +72,8 @@ def error_for_caller(error: Exception, place: Place, state: State, *, began: boo
         message = message.replace(text, "")
     message = re.sub(r"(?<!\.)\.\.(?!\.)", ".", message)  # a sentence that ends with what another rank said
     message += "" if message.endswith((".", "!", "?")) else "."
-    if place.phase is not Phase.PLANNING or isinstance(error, PeerError | TransportError):
-        message = with_names(message, place.members)
+    if place.phase is not Phase.PLANNING or not isinstance(error, ManifestError | LayoutError):
+        message = with_names(message, place.members)  # those count ranks in their own worlds
     facts: dict[str, Any] = {**error.facts, "session": place.session, "phase": place.phase.value}
     peer = facts.get("peer", facts.get("rank"))
     if isinstance(peer, int) and peer < len(place.members):
@@ -76,6 +85,8 @@ def error_for_caller(error: Exception, place: Place, state: State, *, began: boo
     again = "Calling again is safe."
     if began:
         again = _MEET_ANEW if isinstance(error, _OF_OTHERS) else "Mend it and call refit again on every rank."
+        if place.version is None:
+            again = "Call connect again." if isinstance(error, _OF_OTHERS) else "Mend it and call connect again."
     serves = f" It serves {state.serving}." if state.writes else ""
     told = type(error)(
         f"Session {place.session!r}, {what}, {place.member}, {place.phase.value}: {message}{serves} {again}",

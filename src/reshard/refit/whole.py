@@ -1,11 +1,12 @@
 """Whole: tensors that a rank takes whole, because it hands them to a loader or because a route says so.
 
 They travel as everything does, packed and once into each domain; here one more destination layout asks for them. They
-land in room of the session, and at the commit a rank cuts its own pieces out of them, or gives them to the loader.
+land in room of the session, and a rank then cuts its own pieces out of them, or gives them to the loader.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,10 @@ from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.box import Box
 from reshard.layouts.holding import HERE, Entry, Pieces
 from reshard.layouts.piece import Piece
-from reshard.refit.room import boxes_of, carve
+from reshard.refit.room import boxes_of, carve, carve_for_turns
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from reshard.layouts.manifest import Manifest
     from reshard.layouts.piece import TensorSpec
@@ -34,25 +35,19 @@ class Whole:
 
     name: str
     reason: str
-    tensor: Any
-    """Where it lands."""
-
     pieces: tuple[BoundPiece, ...]
     """What is cut out of it into live memory."""
 
     boxes: tuple[Box, ...]
     """What is cut out of it for whoever installs."""
 
-    @property
-    def cuts(self) -> tuple[tuple[Any, Any], ...]:
-        """(live memory, the same elements where they landed) of each piece."""
-        return tuple(
-            (bound.view, _cut(self.tensor, bound.piece.box).reshape(bound.view.shape)) for bound in self.pieces
-        )
+    def cuts(self, tensor: Any) -> tuple[tuple[Any, Any], ...]:
+        """(live memory, the same elements of the tensor as it landed) of each piece."""
+        return tuple((bound.view, _cut(tensor, bound.piece.box).reshape(bound.view.shape)) for bound in self.pieces)
 
-    def landed(self, name: str) -> tuple[tuple[Piece, Any], ...]:
-        """The boxes as contiguous tensors, under a name of the caller's."""
-        return tuple((Piece(name, box), _cut(self.tensor, box).contiguous()) for box in self.boxes)
+    def landed(self, name: str, tensor: Any) -> tuple[tuple[Piece, Any], ...]:
+        """The boxes of the tensor as it landed, contiguous, under a name of the caller's."""
+        return tuple((Piece(name, box), _cut(tensor, box).contiguous()) for box in self.boxes)
 
 
 def _cut(tensor: torch.Tensor, box: Box) -> torch.Tensor:
@@ -63,8 +58,10 @@ def check_routes(routes: Mapping[str, str] | None) -> tuple[tuple[str, str], ...
     """Routes as they are agreed: (pattern, way), in order.
 
     Raises:
-        ConfigError: A way that is unknown.
+        ConfigError: A way that is unknown, or no patterns.
     """
+    if routes is not None and not isinstance(routes, Mapping):
+        raise ConfigError(f"routes={routes!r}: give a way for each pattern of names, as in {{'*.mlp.*': 'whole'}}.")
     rows = tuple((routes or {}).items())
     for pattern, way in rows:
         if way not in WAYS:
@@ -146,6 +143,7 @@ def take_whole(
     *,
     uncut: Iterable[str] = (),
     live: bool = True,
+    limit: int | None = None,
 ) -> tuple[Manifest, tuple[Whole, ...], torch.Tensor]:
     """Ask for some tensors whole, in room for them.
 
@@ -156,6 +154,7 @@ def take_whole(
         device: Where the room is.
         uncut: Those of them that are not cut into the rank's pieces.
         live: Whether the others are cut into the memory that the manifest names, or for whoever installs.
+        limit: Bytes of room in which they take turns; the largest has room if that is more. None for room for all.
 
     Returns:
         The manifest bound to the room, what lands there, and the room.
@@ -172,12 +171,12 @@ def take_whole(
     }
     wanted = {name: row for name, row in wanted.items() if row[1]}
     shapes = [(spec.shape, getattr(torch, spec.dtype)) for spec, _ in wanted.values()]
-    buffer, views = carve(shapes, device)
+    buffer, views = carve(shapes, device) if limit is None else carve_for_turns(shapes, device, limit)
     bound: dict[str, list[BoundPiece]] = {}
     for piece in manifest.local:
         bound.setdefault(piece.piece.name, []).append(piece)
     taken = []
-    for (name, (_, boxes)), view in zip(wanted.items(), views, strict=True):
+    for name, (_, boxes) in wanted.items():
         pieces = tuple(bound.get(name, ())) if live and name not in left else ()
         if live and name not in left and sum(piece.piece.box.numel for piece in pieces) != sum(b.numel for b in boxes):
             raise BindingError(
@@ -185,7 +184,7 @@ def take_whole(
                 f"Describe the tensor by views (Manifest.from_views), give it to a loader, or let it go 'direct'.",
                 tensor=name,
             )
-        taken.append(Whole(name, reasons[name], view, pieces, () if live or name in left else boxes))
+        taken.append(Whole(name, reasons[name], pieces, () if live or name in left else boxes))
     entries = tuple(
         replace(entry, holdings=(Pieces(((HERE, _whole(entry.spec)),)),), fits=())
         if entry.spec.name in wanted
@@ -194,9 +193,9 @@ def take_whole(
     )
     local = [piece for piece in manifest.local if piece.piece.name not in wanted]
     local += [
-        BoundPiece(Piece(one.name, box), binding_of(one.tensor), one.tensor)
-        for one in taken
-        for box in _whole(wanted[one.name][0])
+        BoundPiece(Piece(name, box), binding_of(view), view)
+        for (name, (spec, _)), view in zip(wanted.items(), views, strict=True)
+        for box in _whole(spec)
     ]
     return replace(manifest, entries=entries, local=tuple(local)), tuple(taken), buffer
 

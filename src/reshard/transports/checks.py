@@ -6,7 +6,7 @@ no second cast. So such tensors are compared by the portions in which they trave
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from reshard.errors import VerifyError
 from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.piece import Piece
 from reshard.transports.operations import Receive, Send, align, key_of
-from reshard.transports.verify import Verify, box_sum
+from reshard.transports.verify import BoxSum, Verify
 from reshard.transports.views import BoundMemory
 
 if TYPE_CHECKING:
@@ -41,6 +41,9 @@ class _Check:
 
     as_sent: bool = False
     """Whether both sides sum the very bits that travelled, even of what was cast."""
+
+    sums: dict[int, BoxSum] = field(default_factory=dict)
+    """By place among the items; made when first wanted."""
 
 
 class Checks:
@@ -123,24 +126,30 @@ class Checks:
     def _is_cast_for_the_wire(self, tensor: int) -> bool:
         return self._casts.get(self._plan.specs[tensor].name) == "source"
 
-    def _in_slot(self, op: Send) -> Iterator[tuple[int, Box, torch.Tensor]]:
-        """Tensor, box, and the part of the payload, of what a send casts into its slot."""
+    def _in_slot(self, op: Send) -> Iterator[tuple[int, Box, BoxSum | torch.Tensor]]:
+        """Tensor, box, and the sum of what a send casts into its slot; the bytes alone where no element can lie."""
         at = 0
         for tensor, box in op.bucket.items:
-            stop = at + box.numel * self._plan.specs[tensor].itemsize
+            spec = self._plan.specs[tensor]
+            stop = at + box.numel * spec.itemsize
             if self._is_cast_for_the_wire(tensor):
-                yield tensor, box, op.payload[at:stop]
+                part = op.payload[at:stop]
+                fits = int(part.storage_offset()) % spec.itemsize == 0
+                yield tensor, box, self._sum_of(tensor, box, part) if fits else part
             at = stop
+
+    def _sum_of(self, tensor: int, box: Box, part: torch.Tensor) -> BoxSum:
+        """The sum of a box that lies end to end in bytes."""
+        spec = self._plan.specs[tensor]
+        view = part.view(getattr(torch, spec.dtype)).view(box.shape)
+        memory = BoundMemory([BoundPiece(Piece(spec.name, box), binding_of(view), view)])
+        return BoxSum(box, spec, memory, self._verify)
 
     def packed(self, op: Send) -> None:
         """Sum what a send has just cast into its slot, while it is in the cache."""
-        for tensor, box, part in self._in_slots.get(id(op), ()):
-            spec = self._plan.specs[tensor]
-            if int(part.storage_offset()) % spec.itemsize:
-                part = part.clone()  # where it lies no element can
-            view = part.view(getattr(torch, spec.dtype)).view(box.shape)
-            memory = BoundMemory([BoundPiece(Piece(spec.name, box), binding_of(view), view)])
-            self._packed[tensor, box, True] = box_sum(box, spec, memory, self._verify)
+        for tensor, box, made in self._in_slots.get(id(op), ()):
+            made = made if isinstance(made, BoxSum) else self._sum_of(tensor, box, made.clone())
+            self._packed[tensor, box, True] = made()
 
     def compare(self, deadline: Deadline) -> None:
         """Exchange sums over every item: the sender's of its own memory, the receiver's of what has landed."""
@@ -173,15 +182,17 @@ class Checks:
             raise VerifyError("\n".join(faults[:20]), rank=self._rank, faults=tuple(faults))
 
     def _sums(self, check: _Check, known: _Sums) -> torch.Tensor:
-        sums = torch.zeros(len(check.items), dtype=torch.int64, device=self._device)
+        sums = []
         for at, (tensor, box, memory) in enumerate(check.items):
             key = tensor, box, check.as_sent
             if key not in known:
-                spec = self._plan.specs[tensor]
-                cast = spec.name in self._casts and not check.as_sent
-                known[key] = box_sum(box, spec, memory, self._verify, cast=cast)
-            sums[at] = known[key]
-        return sums
+                if at not in check.sums:
+                    spec = self._plan.specs[tensor]
+                    cast = spec.name in self._casts and not check.as_sent
+                    check.sums[at] = BoxSum(box, spec, memory, self._verify, cast=cast)
+                known[key] = check.sums[at]()
+            sums.append(known[key])
+        return torch.stack(sums)
 
     def _differences(self, check: _Check, theirs: torch.Tensor) -> list[str]:
         ours = self._sums(check, {})

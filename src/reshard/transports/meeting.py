@@ -32,8 +32,33 @@ _SAID, _FAILED, _EXPIRED, _DIFFERS, _EXCHANGES = b"+", b"-", b"!", b"?", b"="
 _ALL_HERE = b"all here"
 _ROLL_CALL = timedelta(seconds=0.5)
 """How long a rank whose deadline expired waits for others to say that they are here too."""
+_INTERRUPT_SECONDS = 1.0
+"""torch's stores hear no interrupt while they wait: how long one wait of theirs lasts."""
 _MANY_KEYS = 32
 """Old keys of this rank that are left in the store before they are deleted together."""
+
+
+def wait_for_key(store: dist.Store, key: str, deadline: Deadline) -> bool:
+    """Wait until a key is in a store; an interrupt of the process is heard within a second.
+
+    Returns:
+        Whether it is there; False at the deadline.
+
+    Raises:
+        RuntimeError: The store is lost.
+    """
+    while True:
+        left = deadline.remaining()
+        try:
+            store.wait([key], timedelta(seconds=max(0.001, min(_INTERRUPT_SECONDS, left))))
+        except RuntimeError:
+            # Not there, or the store is lost; in the second case the next question fails too.
+            if store.check([key]):
+                return True
+            if left <= _INTERRUPT_SECONDS:
+                return False
+        else:
+            return True
 
 
 class Meeting:
@@ -133,7 +158,7 @@ class Meeting:
             facts = [int.from_bytes(first[:4], "big"), their_label, theirs.hex()[:12], label, ours]
             self._say_failed(call, label, _DIFFERS, json.dumps(facts).encode())
         elif self._store.add(self._count_key(call), 1) == self.size:
-            self._set(self._word_key(call), _ALL_HERE)
+            self._compare_set(self._word_key(call), _ALL_HERE)  # who was too late for another's deadline hears of it
 
     def _expire_agreement(self, call: int, label: str, mine: bytes, deadline: Deadline) -> None:
         """Let those who are here say so, and raise `RefitTimeout` that names the others."""
@@ -240,12 +265,7 @@ class Meeting:
         return True
 
     def _wait_for_word(self, call: int, deadline: Deadline) -> bool:
-        try:
-            self._store.wait([self._word_key(call)], timedelta(seconds=max(0.001, deadline.remaining())))
-        except RuntimeError:
-            # Not there, or the store is lost; in the second case the next question fails too.
-            return self._store.check([self._word_key(call)])
-        return True
+        return wait_for_key(self._store, self._word_key(call), deadline)
 
     def _expire(self, keys: Sequence[str], call: int, label: str, deadline: Deadline) -> None:
         """Raise `RefitTimeout` if some rank is silent still, and see to it that no rank thinks that all went well."""
