@@ -23,9 +23,8 @@ class FakeVLLM:
     connection after its answer, without having said so.
     """
 
-    def __init__(self, *, workers=1, replicas=1, version="0.32.0", backend="reshard", dev_mode=True):
+    def __init__(self, *, workers=1, version="0.32.0", backend="reshard", dev_mode=True):
         self.workers, self.version, self.backend = workers, version, backend
-        self.replicas = replicas
         self.calls, self.faults, self.missing = [], {}, set()
         self.connections, self.hangs_up = 0, False
         self.label, self.paused, self.active = "default", False, False
@@ -120,7 +119,8 @@ class FakeVLLM:
         return {"version": self.version}
 
     def _get_get_world_size(self, query, _body):
-        return {"world_size": self.workers // (self.replicas if query["include_dp"] == "false" else 1)}
+        assert query["include_dp"] == "true"
+        return {"world_size": self.workers}
 
     def _get_weight_info(self, _query, _body):
         return {"weight_version": self.label}

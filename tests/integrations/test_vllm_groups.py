@@ -7,7 +7,14 @@ import torch
 
 from reshard.errors import ManifestError
 from reshard.integrations.traced import Buffer, Fill, LoadTrace, LocalCopy, Opaque, Region, TracedPiece
-from reshard.integrations.vllm.groups import check_all_written, group_names, install_groups, taken_whole
+from reshard.integrations.vllm.groups import (
+    check_all_written,
+    group_names,
+    install_groups,
+    one_of_each_kind,
+    part_of,
+    taken_whole,
+)
 from reshard.layouts.box import Box
 from reshard.layouts.piece import Piece, TensorSpec
 
@@ -54,6 +61,27 @@ def test_each_numbered_layer_is_a_group_and_each_module_outside_of_them():
     assert groups[2].layers == ("model.layers.0.attn.a", "model.layers.0.attn.b")
     assert group_names(groups)["model.layers.10.b.weight"] == "model.layers.10"
     assert sum(len(group.pieces) for group in groups) == len(PLAIN)
+
+
+def test_layers_that_differ_in_numbers_alone_are_of_one_kind_and_a_part_is_what_one_of_them_needs():
+    whole = trace(
+        [*PLAIN, piece("model.layers.10.c.weight", "model.layers.10.attn.c.weight", rows=2)],
+        fills=(Fill(region("model.layers.10.attn.c.weight", 2, 2), 0.0), Fill(region("lm_head.bias"), 0.0)),
+    )
+    groups = install_groups(whole)
+    kinds = one_of_each_kind(groups)
+    assert [group.name for group in kinds] == [
+        "lm_head",
+        "model.embed",
+        "model.layers.0",
+        "model.layers.10",
+        "model.norm",
+    ]
+    part = part_of(whole, kinds[3])
+    names = [f"model.layers.10.{w}.weight" for w in "abc"]
+    assert [spec.name for spec in part.tensors] == [piece.piece.name for piece in part.pieces] == names
+    assert [buffer.name for buffer in part.buffers] == [f"model.layers.10.attn.{w}.weight" for w in "abc"]
+    assert part.fills == whole.fills[:1]
 
 
 def test_fills_go_where_they_are_written():

@@ -84,7 +84,6 @@ def test_the_state_of_a_server_is_read_once_and_its_workers_are_told_of_the_sess
         "GET health",
         "GET version",
         "GET get_world_size include_dp=true",
-        "GET get_world_size include_dp=false",
         "GET weight_info",
         "GET is_paused",
     ]
@@ -240,7 +239,6 @@ def test_a_server_of_another_release_or_size_is_refused_before_its_workers_are_t
     for server, size, why in [
         (FakeVLLM(version="0.29.1"), 1, "it runs vLLM 0.29.1; the routes of 0.30 to 0.33 are known"),
         (FakeVLLM(workers=4), 2, "it has 4 workers .* expect={..., 'engine': 4}"),
-        (FakeVLLM(workers=4, replicas=2), 4, "it has 2 data parallel replicas.* without --data-parallel-size"),
     ]:
         with server, pytest.raises(ConfigError, match=why):
             refit(drive_of(server), 1, size)

@@ -20,6 +20,8 @@ from reshard.testing.processes import threads
 from reshard.transports.base import Deadline
 
 TIMEOUT = timedelta(seconds=40)
+OF_WORKERS = ("trainer", "check", "whole")
+"""What vLLM's workers are told besides the arguments of ``connect``."""
 
 
 class Worker:
@@ -34,7 +36,7 @@ class Worker:
         if info == self.facts:
             return
         self.facts = dict(info)
-        options = {name: value for name, value in info.items() if name != "trainer"}
+        options = {name: value for name, value in info.items() if name not in OF_WORKERS}
         address, seconds = options.pop("address"), options.pop("timeout_seconds")
         old, self.session, before, self.thread = self.session, None, self.thread, None
         if old is not None:

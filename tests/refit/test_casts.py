@@ -38,21 +38,31 @@ def dense(name, version, dtype):
     return values.to(dtype)
 
 
+NAMES = ("a", "layers.0.w", "layers.10.w")
+MASTERS = (dict.fromkeys(NAMES, torch.float32), dict.fromkeys(NAMES, torch.bfloat16))
+"""Dtypes that the trainer holds and the engine wants."""
+
+MIXED = (
+    dict(zip(NAMES, (torch.float32, torch.float16, torch.bfloat16), strict=True)),
+    dict(zip(NAMES, (torch.bfloat16, torch.bfloat16, torch.float32), strict=True)),
+)
+"""Cast at the source, at the source to a dtype as wide, and at the destination."""
+
+
 class Model:
     """One rank's part: its source interleaved with other data, its destination transposed."""
 
-    NAMES = ("a", "layers.0.w", "layers.10.w")
-
-    def __init__(self, rank, dtype, *, shared=False):
+    def __init__(self, rank, dtypes, *, shared=False):
         self.world, self.rank = ranks_of(EXPECT, rank)
-        self.is_source, self.dtype = self.world == "trainer", dtype
+        self.is_source, self.held = self.world == "trainer", dtypes[0]
+        mine = dtypes[0 if self.is_source else 1]
         cuts = ROWS if self.is_source else COLUMNS
         lo, hi = cuts[self.rank : self.rank + 2]
         self.part = (slice(lo, hi), slice(None)) if self.is_source else (slice(None), slice(lo, hi))
         if self.is_source:
-            self.tensors = {name: torch.zeros(hi - lo, 2 * SHAPE[1], dtype=dtype)[:, ::2] for name in self.NAMES}
+            self.tensors = {name: torch.zeros(hi - lo, 2 * SHAPE[1], dtype=mine[name])[:, ::2] for name in NAMES}
         else:
-            self.tensors = {name: torch.full((hi - lo, SHAPE[0]), -7.0, dtype=dtype).t() for name in self.NAMES}
+            self.tensors = {name: torch.full((hi - lo, SHAPE[0]), -7.0, dtype=mine[name]).t() for name in NAMES}
         if shared:
             share_memory_(self.tensors.values())
         start = (lo, 0) if self.is_source else (0, lo)
@@ -76,21 +86,23 @@ class Model:
 
     def train(self, version):
         for name, tensor in self.tensors.items() if self.is_source else ():
-            tensor.copy_(dense(name, version, self.dtype)[self.part])
+            tensor.copy_(dense(name, version, tensor.dtype)[self.part])
 
-    def check(self, version, held):
+    def cast_once(self, name, version):
+        return dense(name, version, self.held[name])[self.part].to(self.tensors[name].dtype)
+
+    def check(self, version):
         for name, tensor in self.tensors.items() if not self.is_source else ():
-            assert torch.equal(tensor, dense(name, version, held)[self.part].to(self.dtype)), name
+            assert torch.equal(tensor, self.cast_once(name, version)), name
 
 
-def run(held, wanted, body, *, shared=False, **options):
+def run(dtypes, body, *, shared=False, **options):
     """``body(model, session)`` on every rank, all of them threads."""
     with reshard.serve_store() as store:
 
         def rank_body(ctx):
             torch.set_num_threads(1)
-            is_source = ranks_of(EXPECT, ctx.rank)[0] == "trainer"
-            model = Model(ctx.rank, held if is_source else wanted, shared=shared)
+            model = Model(ctx.rank, dtypes, shared=shared)
             with model.session(str(store), **options) as session:
                 return body(model, session)
 
@@ -99,26 +111,22 @@ def run(held, wanted, body, *, shared=False, **options):
 
 @pytest.mark.parametrize("transport", ["torch_p2p", "shm"])
 @pytest.mark.parametrize("verify", ["none", "sum", "fingerprint"])
-@pytest.mark.parametrize(
-    ("held", "wanted"),
-    [(torch.float32, torch.bfloat16), (torch.float16, torch.bfloat16), (torch.bfloat16, torch.float32)],
-)
-def test_a_cast_keeps_nothing_beside_the_weights_on_either_side(transport, verify, held, wanted):
+def test_a_cast_keeps_nothing_beside_the_weights_on_either_side(transport, verify):
     def body(model, session):
         for version in (1, 2):
             model.train(version)
             report = session.refit(version)
-            model.check(version, held)
+            model.check(version)
         if verify == "fingerprint" and not model.is_source:
-            assert session.verify() == dict.fromkeys(Model.NAMES, 2)
+            assert session.verify() == dict.fromkeys(NAMES, 2)
         assert session.landing_nbytes == 0
         return report
 
     staging_nbytes = 8 << 10
     for report in run(
-        held, wanted, body, transport=transport, verify=verify, commit="in-place", staging_nbytes=staging_nbytes
+        MIXED, body, transport=transport, verify=verify, commit="in-place", staging_nbytes=staging_nbytes
     ):
-        assert len(report.casts) == len(Model.NAMES)
+        assert [cast.where for cast in report.casts] == ["source", "source", "destination"]
         assert report.copies_nbytes == 0
         assert report.staging_nbytes <= staging_nbytes + 64
         assert report.staging_nbytes > 0 or transport == "shm", "there a destination reads the slots of the others"
@@ -130,14 +138,14 @@ def test_weights_that_others_read_in_place_are_cast_as_they_are_read(commit):
         for version in (1, 2):
             model.train(version)
             report = session.refit(version)
-            model.check(version, torch.float32)
+            model.check(version)
         return report
 
-    reports = run(torch.float32, torch.bfloat16, body, shared=True, transport="shm", verify="none", commit=commit)
+    reports = run(MASTERS, body, shared=True, transport="shm", verify="none", commit=commit)
     for report in reports:
         assert all("read in place, one copy" in link for link in report.links.values())
         assert report.staging_nbytes == report.copies_nbytes
-    landing = [SHAPE[0] * (hi - lo) * 2 * len(Model.NAMES) for lo, hi in pairwise(COLUMNS)]
+    landing = [SHAPE[0] * (hi - lo) * 2 * len(NAMES) for lo, hi in pairwise(COLUMNS)]
     assert [r.copies_nbytes > 0 for r in reports] == [False] * 2 + [commit == "staged"] * 3
     assert [r.received_nbytes for r in reports[2:]] == landing, "in the dtype of the wire"
 
@@ -147,19 +155,17 @@ def test_casts_are_made_once_as_they_are_packed_where_both_sides_sum_what_moved(
     def body(model, session):
         model.train(1)
         report = session.refit(1)
-        model.check(1, torch.float32)
+        model.check(1)
         return report
 
-    for report in run(torch.float32, torch.bfloat16, body, shared=True, transport="shm", verify=verify):
+    for report in run(MASTERS, body, shared=True, transport="shm", verify=verify):
         for link in report.links.values():
             assert "two copies through staging" in link
             assert "it casts most of what it sends, and that is cheaper done once, as it is packed" in link
 
 
-@pytest.mark.parametrize("transport", ["torch_p2p", "shm"])
-@pytest.mark.parametrize("verify", ["sum", "fingerprint"])
-@pytest.mark.parametrize(("held", "wanted"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)])
-def test_weights_that_training_has_made_nan_arrive_as_nan_and_verify(transport, verify, held, wanted):
+@pytest.mark.parametrize(("transport", "verify"), [("torch_p2p", "fingerprint"), ("shm", "sum")])
+def test_weights_that_training_has_made_nan_arrive_as_nan_and_verify(transport, verify):
     """The bits of a NaN after a cast depend on which of torch's kernels made it, so they are not compared."""
 
     def body(model, session):
@@ -170,13 +176,13 @@ def test_weights_that_training_has_made_nan_arrive_as_nan_and_verify(transport, 
         session.refit(1)
         if not model.is_source:
             for name, tensor in model.tensors.items():
-                want = dense(name, 1, held)[model.part].to(wanted)
+                want = model.cast_once(name, 1)
                 assert torch.equal(tensor.isnan().any(1), torch.tensor(ROW_IS_NAN))
                 assert torch.equal(tensor[tensor.isfinite()], want[tensor.isfinite()])
         return session.refit(2)
 
-    for report in run(held, wanted, body, transport=transport, verify=verify, commit="in-place"):
-        assert report.unchanged is None or len(report.unchanged) == len(Model.NAMES)
+    for report in run(MIXED, body, transport=transport, verify=verify, commit="in-place"):
+        assert report.unchanged is None or len(report.unchanged) == len(NAMES)
 
 
 ROW_IS_NAN = [row % 2 == 0 if row < ROWS[1] else (row - ROWS[1]) % 2 == 0 for row in range(SHAPE[0])]
@@ -200,7 +206,7 @@ def test_a_cast_that_goes_wrong_as_it_is_unpacked_is_found(transport, monkeypatc
             broken.append(threading.current_thread().name)
         return error_of(lambda: session.refit(2))
 
-    errors = run(torch.float32, torch.bfloat16, body, transport=transport, verify="sum", commit="in-place")
+    errors = run(MASTERS, body, transport=transport, verify="sum", commit="in-place")
     assert isinstance(errors[-1], VerifyError)
     assert all(isinstance(error, PeerError) for error in errors[:-1])
 
@@ -211,10 +217,10 @@ def test_a_snapshot_is_cast_as_it_is_sent_and_the_trainer_may_go_on_writing():
         work = session.refit(1, async_op=True, snapshot=True)
         model.train(9)
         report = work.wait()
-        model.check(1, torch.float32)
+        model.check(1)
         return report
 
-    for report in run(torch.float32, torch.bfloat16, body, commit="in-place"):
+    for report in run(MASTERS, body, commit="in-place"):
         assert report.copies_nbytes == 0
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -40,9 +41,16 @@ def die_on_one(context):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def hang_on_one(context):
+class SlowToLoad:
+    """Takes longer to be read in another process than the ranks that get it may run."""
+
+    def __reduce__(self):
+        return time.sleep, (1.2,)
+
+
+def hang_on_one(context, _slow):
     if context.rank == 1:
-        context.store.wait(["never"])
+        threading.Event().wait()
 
 
 def test_ranks_run_in_processes_that_live_from_run_to_run(pool):
@@ -72,7 +80,7 @@ def test_a_rank_that_dies_is_named_or_allowed_to_and_is_replaced(pool):
 
 def test_a_rank_that_hangs_is_named_with_the_place_where_it_hangs(pool):
     with pytest.raises(RanksFailed, match="Rank 1 of 2: was not done after 1 s") as caught:
-        pool.run(hang_on_one, ranks=2, timeout=1)
+        pool.run(hang_on_one, SlowToLoad(), ranks=2, timeout=1)
     assert "in hang_on_one" in str(caught.value)
     assert [got for got, _, _ in pool.run(pass_round, 0, ranks=2)] == [1, 0]
 

@@ -144,8 +144,15 @@ def descendants():
 def wait_for_end_of(processes, seconds=30):
     expiry = time.monotonic() + seconds
     while left := [pid for pid in processes if _runs(pid)]:
-        assert time.monotonic() < expiry, f"{len(left)} processes of the engine are left: {left}"
+        assert time.monotonic() < expiry, f"{len(left)} processes are left: {[_command(pid) for pid in left]}"
         time.sleep(0.1)
+
+
+def _command(pid):
+    try:
+        return pid, Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return pid, ""
 
 
 def _runs(pid):

@@ -1,4 +1,4 @@
-"""Trainers of Hugging Face models: FSDP2, alone or over tensor parallel, that drive a live server themselves."""
+"""Trainers of Hugging Face models: FSDP2, alone or over tensor parallel, that drive live servers themselves."""
 
 from __future__ import annotations
 
@@ -59,11 +59,11 @@ def hugging_face_model(folder, weights):
     return model
 
 
-def train(ctx, address, server, folder, specs, seed, versions, tp=1, form="transformers"):
-    """Refit a server to versions, after each of which all weights grow.
+def train(ctx, address, servers, folder, specs, seed, versions, tp=1, form="transformers"):
+    """Refit servers to versions, after each of which all weights grow.
 
     Args:
-        server: (URL, its ranks).
+        servers: By world, (URL, its ranks).
         tp: Tensor parallel ranks of the trainer; the others are FSDP2's.
         form: ``"transformers"`` for the model as that has it; ``"checkpoint"`` for parameters of the specs' names.
 
@@ -99,16 +99,15 @@ def train(ctx, address, server, folder, specs, seed, versions, tp=1, form="trans
         for layer in layers.children():
             fully_shard(layer, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        url, ranks = server
         session = reshard.connect(
             address,
             role="source",
             world="trainer",
             rank=ctx.rank,
             world_size=ctx.size,
-            expect={"trainer": ctx.size, "engine": ranks},
+            expect={"trainer": ctx.size, **{world: ranks for world, (_, ranks) in servers.items()}},
             timeout=TIMEOUT,
-            engines=VLLMServers(url),
+            engines=VLLMServers({world: url for world, (url, _) in servers.items()}),
         )
         session.offer(model)
         told = []

@@ -22,7 +22,7 @@ from tests.vllm.engines import wait_for_end_of
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
 
-_START_SECONDS = 300
+_START_SECONDS = 500
 _ROOT = Path(__file__).parents[2]
 _libc, _SIGNAL_AT_PARENTS_DEATH = ctypes.CDLL(None), 1
 

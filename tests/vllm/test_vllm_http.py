@@ -112,8 +112,9 @@ def test_waiting_for_clients_that_go_on_asking_ends_by_the_deadline_and_the_old_
 
     def between(version):
         if version == second:
-            clients.extend(vllm_servers.Client(busy, [*PROMPTS[2], i], 60) for i in range(3))
-            vllm_servers.wait_until_running([stream for client in clients for stream in client.streams], 3)
+            # of different lengths: such that began together would all end in the same step, and nobody would run
+            clients.extend(vllm_servers.Client(busy, [*PROMPTS[2], i], 60 + 17 * i) for i in range(5))
+            vllm_servers.wait_until_running(clients, 5)
 
     with pytest.raises(Exception, match="Use pause='keep' or 'abort', or hold the clients back"):
         trainer.run([first, second], between=between, pause="wait", timeout=timedelta(seconds=12))

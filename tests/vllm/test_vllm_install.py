@@ -97,15 +97,83 @@ def test_an_engine_answers_as_a_freshly_loaded_one_after_each_of_two_installs(co
     fresh = [freshly_loaded(tmp_path, as_stacked(weights)) for weights in versions]
     assert fresh[0] != fresh[1]
     with in_process(tmp_path) as llm:
-        installer = installer_of(llm, specs)
-        assert [group.name for group in installer.groups if ".layers." in group.name] == [
-            "model.layers.0",
-            "model.layers.1",
-        ]
         for weights, expected in zip(versions, fresh, strict=True):
-            for group in installer.groups:
-                installer.install(group.name, landed(group, weights))
+            installer = installer_of(llm, specs)  # anew, as for a trainer that was restarted
+            layers = [group.name for group in installer.groups if ".layers." in group.name]
+            assert layers == ["model.layers.0", "model.layers.1"]
+            room = {group.name: landed(group, weights) for group in installer.groups}
+            for name, pieces in room.items():
+                installer.install(name, pieces)
+            for _, tensor in (piece for pieces in room.values() for piece in pieces):
+                tensor.fill_(7)  # as the next refit does while requests run
             assert answer(llm) == expected
+
+
+def test_a_layer_that_keeps_what_it_is_loaded_from_is_found_out_and_gets_a_copy(tmp_path, monkeypatch, caplog):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    config = write_config(tmp_path, LLAMA, num_attention_heads=2)
+    specs = checkpoint(config)
+    process, kept = UnquantizedLinearMethod.process_weights_after_loading, {}
+
+    def keeping(self, layer):
+        kept[layer] = layer.weight.view(-1)
+        process(self, layer)
+
+    with in_process(tmp_path) as llm:
+        installer = installer_of(llm, specs)
+        layer = next(group for group in installer.groups if group.name == "model.layers.0")
+        pieces = landed(layer, random_weights(specs, 1))
+        monkeypatch.setattr(UnquantizedLinearMethod, "process_weights_after_loading", keeping)
+        installer.install(layer.name, pieces)
+        (down,) = (tensor for piece, tensor in pieces if piece.name.endswith("down_proj.weight"))
+        was = down.clone()
+        for _, tensor in pieces:
+            tensor.fill_(7)
+        own = model_of(llm).get_submodule("model.layers.0.mlp.down_proj")
+        assert torch.equal(kept[own], was.view(-1))
+        assert "copied from now on" in caplog.text
+
+
+@pytest.mark.parametrize(("experts", "stacked"), [(8, False), (7, True)], ids=["8 experts", "7 experts, stacked"])
+@pytest.mark.parametrize("expert_parallel", [False, True], ids=["tp2", "ep2"])
+def test_on_each_rank_installed_experts_are_those_that_a_load_packs(experts, stacked, expert_parallel, tmp_path):
+    """With expert parallelism no engine runs on CPUs, so memory is compared, and no answers."""
+    specs = checkpoint(write_config(tmp_path, MOE, num_experts=experts), stacked_experts=stacked)
+    old, new = random_weights(specs, 1), random_weights(specs, 2)
+    for rank in range(2):
+        before, _ = packed_experts(tmp_path, rank, expert_parallel, old)
+        _, installed = packed_experts(tmp_path, rank, expert_parallel, old, new)
+        fresh, _ = packed_experts(tmp_path, rank, expert_parallel, new)
+        assert sorted(name.rpartition(".")[2] for name in fresh) == ["w13_weight"] * 2 + ["w2_weight"] * 2
+        for name, expected in fresh.items():
+            assert not torch.equal(expected, before[name])
+            assert torch.equal(installed[name], expected), name
+
+
+def packed_experts(folder, rank, expert_parallel, weights, then=None):
+    """The experts' memory of a rank that has loaded weights, and again where others were installed after that."""
+    from vllm.config import get_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from reshard.integrations.vllm import rank_model, trace_model
+    from reshard.integrations.vllm.install import Installer
+    from reshard.layouts.piece import TensorSpec
+
+    def experts():
+        return {n: t.detach().clone() for n, t in model.named_parameters() if n.endswith(("w13_weight", "w2_weight"))}
+
+    with rank_model(folder, rank, tp=2, expert_parallel=expert_parallel) as model:
+        config = get_current_vllm_config()
+        model.load_weights(weights.items())
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+        loaded = experts()
+        if then is not None:
+            trace = trace_model(model, [TensorSpec(n, tuple(t.shape), "bfloat16") for n, t in then.items()])
+            installer = Installer(model, config, trace)
+            for group in installer.groups:
+                installer.install(group.name, landed(group, then))
+        return loaded, experts()
 
 
 def live(model):

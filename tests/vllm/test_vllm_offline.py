@@ -6,10 +6,11 @@ from datetime import timedelta
 
 import pytest
 from tests.vllm.engines import answer, in_process, random_weights, save
+from tests.vllm.test_vllm_tracing import in_each_others_place
 from tests.vllm.tiny import LLAMA, checkpoint, write_config
 
 import reshard
-from reshard.errors import EnvironmentNotSupported
+from reshard.errors import EnvironmentNotSupported, ReshardError
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(600)]
 
@@ -47,6 +48,36 @@ def test_an_llm_made_with_no_weights_answers_as_one_freshly_loaded(tmp_path):
             session.refit(5)
             assert answer(llm) == fresh
             assert llm.get_weight_version() == "5"
+
+
+def test_a_worker_that_finds_its_trace_wrong_takes_no_weights(tmp_path, monkeypatch):
+    from reshard.integrations.vllm import member
+
+    specs = checkpoint(write_config(tmp_path, LLAMA, num_attention_heads=2))
+    first, second = (random_weights(specs, seed) for seed in (51, 52))
+    backend = {"weight_transfer_config": {"backend": "reshard"}}
+    reports = []
+    with in_process(tmp_path, **backend) as llm, reshard.serve_store() as store:
+
+        def refit(weights, version, **options):
+            with connect(store, llm, **options) as session:
+                session.offer(weights)
+                reports.append(session.refit(version))
+            return answer(llm)
+
+        old = refit(first, 1)
+        trace_model = member.trace_model
+        monkeypatch.setattr(member, "trace_model", lambda *args: in_each_others_place(trace_model(*args)))
+        with pytest.raises(ReshardError, match=r"gate_up_proj.weight': .* differ between a real load and the traced"):
+            refit(second, 2)
+        assert answer(llm) == old
+        wrong = refit(second, 3, check=False)
+        monkeypatch.undo()
+        right = refit(second, 4)
+        assert right not in (old, wrong)  # so the check does matter
+        assert reports[-1].direct_fraction == 1.0
+        assert refit(second, 5, whole={"*.down_proj.weight": "asked for"}) == right
+        assert reports[-1].direct_fraction < 1.0
 
 
 def test_a_prompt_that_was_seen_before_is_answered_from_the_new_weights(tmp_path):

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from math import prod
+
 import pytest
 from tests.vllm.tiny import LLAMA, MOE, QWEN3, checkpoint, write_config
 
-from reshard.errors import ConfigError, EnvironmentNotSupported
+from reshard.errors import ConfigError, EnvironmentNotSupported, VerifyError
 from reshard.layouts.box import Box
 from reshard.plan.plan import plan_refit
 
@@ -105,6 +109,31 @@ def test_an_engine_of_two_ranks_takes_each_byte_of_its_split_weights_once(tmp_pa
     plan = plan_refit(engine_manifest(one, world="trainer"), engine_manifest(two))
     plan.proof()
     assert plan.wire_nbytes < 1.01 * engine_manifest(two).nbytes
+
+
+def test_one_layer_of_each_kind_stands_for_all_in_the_check(tmp_path):
+    from reshard.integrations.vllm import check_layers, check_model, rank_model, trace_model
+
+    specs = checkpoint(write_config(tmp_path, MOE, num_hidden_layers=4, num_experts=7))
+    with rank_model(tmp_path, 1, tp=2, expert_parallel=True) as model:
+        trace = trace_model(model, specs)
+        layers = {piece.region.buffer.rpartition(".")[0] for piece in trace.pieces}
+        first = {layer for layer in layers if not re.match(r"model\.layers\.[123]\.", layer)}
+        buffers = [one for one in trace.buffers if one.name.rpartition(".")[0] in first]
+        assert check_layers(trace, model) == sum(prod(one.shape) for one in buffers) < check_model(trace, model)
+        with pytest.raises(VerifyError, match=r"w13_weight': .* elements differ between a real load and the traced"):
+            check_layers(in_each_others_place(trace), model)
+
+
+def in_each_others_place(trace):
+    """The trace with the first two pieces of each fused buffer of gates and ups exchanged."""
+    pieces = list(trace.pieces)
+    for name in {piece.region.buffer for piece in pieces}:
+        if name.endswith(("w13_weight", "gate_up_proj.weight")):
+            a, b = [at for at, piece in enumerate(pieces) if piece.region.buffer == name][:2]
+            first, second = pieces[a].region, pieces[b].region
+            pieces[a], pieces[b] = replace(pieces[a], region=second), replace(pieces[b], region=first)
+    return replace(trace, pieces=tuple(pieces))
 
 
 def test_a_rank_that_is_not_there_and_a_process_in_a_group_are_refused(tmp_path):

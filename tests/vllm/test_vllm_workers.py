@@ -90,6 +90,12 @@ def join_wrongly(engine, rank):
     engine.init_transfer_engine(engine.parse_init_info({**INIT, "commit": "in-place"} if rank == 0 else INIT))
 
 
+def join_with_shared_experts(engine, rank):
+    del rank
+    engine.parallel_config.data_parallel_size = 2  # vLLM leaves it so for a model of experts alone
+    engine.init_transfer_engine(engine.parse_init_info(INIT))
+
+
 def end_update(engine, rank):
     del rank
     engine.finish_weight_update()
@@ -137,3 +143,9 @@ def test_joining_an_engine_with_an_open_update_says_so_and_what_cannot_be_read_i
     assert "Worker 0: " in last[5][0]
     assert "takes 'staged' only" in last[5][0]
     assert PeerError.__name__ in last[5][0]
+
+
+def test_replicas_that_share_out_experts_are_refused(run):
+    (first,), (last,) = run(join_with_shared_experts)
+    assert first == ("", False)
+    assert last[0].startswith("ConfigError: This engine's data parallel ranks share out experts")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -58,17 +59,15 @@ def check_trace(trace: LoadTrace, load: Loader, buffers: Buffers, *, seed: int =
             for name in written & set(before):
                 _words(before[name]).fill_(int(_poison(before[name])))
             was = {id_of(tensor): _bytes_of(tensor).clone() for tensor in before.values()}
-            device = next((t.device for t in before.values() if not t.is_meta), torch.device("cpu"))
-            load((name, random_weight(spec, number, device)) for name, (spec, number) in weights.items())
+            load((name, random_weight(spec, number)) for name, (spec, number) in weights.items())
             loaded = {name: tensor.detach() for name, tensor in tensors_of(buffers).items()}
             trace.check_buffers(loaded)
             ours = _twins({one.name: loaded[one.name] for one in trace.buffers}, was)
-            for traced in trace.pieces:
-                spec, number = weights[traced.piece.name]
-                box = traced.piece.box
-                part = random_weight(spec, number, device)[tuple(map(slice, box.start, box.stop))]
-                view = traced.region.of(ours)
-                view.copy_(part.reshape(view.shape))
+            for name, pieces in groupby(trace.pieces, lambda traced: traced.piece.name):
+                whole = random_weight(*weights[name])
+                for traced in pieces:
+                    box, view = traced.piece.box, traced.region.of(ours)
+                    view.copy_(whole[tuple(map(slice, box.start, box.stop))].reshape(view.shape))
             trace.finish(ours)
             real = [one for one in trace.buffers if not loaded[one.name].is_meta]
             return sum(_compare(trace, one, loaded[one.name], ours[one.name]) for one in real)
@@ -97,8 +96,11 @@ def _compare(trace: LoadTrace, buffer: Buffer, loaded: torch.Tensor, ours: torch
     return int((~hidden).sum())
 
 
-def random_weight(spec: TensorSpec, seed: int, device: torch.device | str = "cpu") -> torch.Tensor:
-    """A checkpoint tensor of random bits; floats are finite and below 2 in size, so that a cast keeps them apart."""
+def random_weight(spec: TensorSpec, seed: int) -> torch.Tensor:
+    """A checkpoint tensor of random bits, in the host's memory as one from a file.
+
+    Floats are finite and below 2 in size, so that a cast keeps them apart.
+    """
     dtype: torch.dtype = getattr(torch, spec.dtype)
     generator = torch.Generator().manual_seed(seed)
     numel = prod(spec.shape)
@@ -109,7 +111,7 @@ def random_weight(spec: TensorSpec, seed: int, device: torch.device | str = "cpu
         width = dtype.itemsize // 2 if dtype.is_complex else dtype.itemsize
         values.view(-1, width)[:, -1] &= 0xBF  # without the exponent's highest bit (memory is little-endian)
     whole = values.view(dtype) if numel else torch.empty(0, dtype=dtype)
-    return whole.reshape(spec.shape).to(device)
+    return whole.reshape(spec.shape)
 
 
 def _written(trace: LoadTrace) -> set[str]:

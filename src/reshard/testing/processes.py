@@ -9,40 +9,29 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import faulthandler
-import gc
-import importlib
 import itertools
-import multiprocessing
 import multiprocessing.connection
-import os
 import pickle
 import signal
 import sys
-import threading
 import time
-import traceback
 from dataclasses import dataclass
-from datetime import timedelta
-from multiprocessing.reduction import DupFd
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-import torch
 import torch.distributed as dist
 
-from reshard.errors import ConfigError, ReshardError
+from reshard.errors import ConfigError
+from reshard.testing.ranks import GRACE_SECONDS, RankContext, RankFailure, RanksFailed, threads
+from reshard.testing.workers import BEGUN, Job, Outcome, Worker, start_context
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
-    from multiprocessing.connection import Connection
-    from multiprocessing.context import ForkServerContext, SpawnContext
-    from multiprocessing.process import BaseProcess
 
-Result = TypeVar("Result")
+_START_SECONDS = 120.0
+"""How long processes may take to start, load the function and find the store."""
 
-_LOG_TAIL_NBYTES = 4096
-_GRACE_SECONDS = 2.0
-"""How long other ranks may go on after the first failure, so that what they say about it is seen too."""
+_DUMP_SECONDS = 5.0
+"""How long those that hang may take to say where; a busy machine may not let them run for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,100 +40,6 @@ class Died:
 
     exit_code: int | None
     """As `multiprocessing` has it: minus the signal's number for a signal."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankFailure:
-    """What happened to one rank."""
-
-    rank: int
-    summary: str
-    trace: str
-    log: str
-
-
-class RanksFailed(ReshardError):
-    """One or more ranks raised, died or hung; `failures` has one `RankFailure` for each, the first one first."""
-
-    failures: tuple[RankFailure, ...]
-
-
-class RankContext:
-    """What a function that runs as one rank is given."""
-
-    def __init__(self, rank: int, size: int, store: dist.Store, timeout: timedelta) -> None:
-        self.rank = rank
-        self.size = size
-        self.store = store
-        """Shared by all ranks of this run and by no other run."""
-        self.timeout = timeout
-
-    def process_group(self, name: str) -> dist.ProcessGroup:
-        """Make a gloo group of all ranks under `name`, which must be fresh; no default group is made or needed."""
-        store = dist.PrefixStore(f"group/{name}", self.store)
-        # The constructor that takes no options looks up the name of the host; tests stay on loopback.
-        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        options._timeout = self.timeout
-        backend = dist.ProcessGroupGloo(store, self.rank, self.size, options)
-        backend._set_sequence_number_for_group()
-        group = dist.ProcessGroup(store, self.rank, self.size)
-        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
-        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
-        return group
-
-
-def threads(size: int, function: Callable[[RankContext], Result], *, timeout: float = 30.0) -> list[Result]:
-    """Run `function` as `size` ranks, one thread each, and return their results in rank order.
-
-    Args:
-        size: Number of ranks; 64 with a gloo group each take about a second.
-        function: Called with the rank's `RankContext`.
-        timeout: Seconds for all of it. A thread cannot be killed: one that hangs is left behind as a daemon.
-
-    Raises:
-        RanksFailed: A rank raised, or was not done in time.
-    """
-    store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=timeout))
-    results: dict[int, Result] = {}
-    failures: list[RankFailure] = []
-    changed = threading.Condition()
-
-    def run(rank: int) -> None:
-        context = RankContext(rank, size, dist.PrefixStore("run", store), timedelta(seconds=timeout))
-        try:
-            result = function(context)
-        except BaseException as error:
-            failure = RankFailure(rank, f"{type(error).__name__}: {error}", traceback.format_exc(), "")
-            with changed:
-                failures.append(failure)
-                changed.notify()
-        else:
-            with changed:
-                results[rank] = result
-                changed.notify()
-
-    workers = [threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(size)]
-    expiry = time.monotonic() + timeout
-    for worker in workers:
-        worker.start()
-    with changed:
-        while len(results) + len(failures) < size and time.monotonic() < expiry:
-            if failures:
-                expiry = min(expiry, time.monotonic() + _GRACE_SECONDS)
-            changed.wait(max(0.0, expiry - time.monotonic()))
-        told = set(results) | {failure.rank for failure in failures}
-        frames = sys._current_frames()
-        for rank in sorted(set(range(size)) - told):
-            frame = frames.get(workers[rank].ident or -1)
-            stack = "".join(traceback.format_stack(frame)) if frame else ""
-            failures.append(RankFailure(rank, "did not end in time", stack, ""))
-    if failures:
-        raise _error_of(failures, size)
-    for worker in workers:
-        worker.join(max(0.0, expiry - time.monotonic()))
-    return [results[rank] for rank in range(size)]
 
 
 class ProcessPool:
@@ -158,11 +53,11 @@ class ProcessPool:
         if size < 1:
             raise ConfigError(f"A pool of {size} processes cannot be made; it needs at least one.")
         self.size = size
-        self._context = _context()
+        self._context = start_context()
         # The maker hosts the store, so that no rank's death takes it away from the others.
         self._store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._runs = itertools.count()
-        self._workers: list[_Worker | None] = [None] * size
+        self._workers: list[Worker | None] = [None] * size
         self._closed = False
         atexit.register(self.close)
 
@@ -180,7 +75,8 @@ class ProcessPool:
             function: Importable by name in another process: defined at the top of a module.
             *args: Picklable; the same for all ranks.
             ranks: How many ranks; all workers of the pool if not given.
-            timeout: Seconds for all of it. A rank that is not done by then is killed and named.
+            timeout: Seconds for all of it, from when the last rank begins. A rank that is not done by then is killed
+                and named.
             may_die: Ranks whose process may end; their result is then a `Died`.
 
         Raises:
@@ -199,9 +95,7 @@ class ProcessPool:
             ) from error
         workers = [self._worker(rank) for rank in range(size)]
         for rank, worker in enumerate(workers):
-            worker.start_of_log = worker.log_size()
-            job = _Job(rank, size, self._store.host, self._store.port, prefix, timeout, tuple(sys.path), call)
-            worker.pipe.send_bytes(pickle.dumps(job))
+            worker.start(Job(rank, size, self._store.host, self._store.port, prefix, timeout, tuple(sys.path), call))
         results, failures = _collect(workers, timeout, may_die)
         broken = {failure.rank for failure in failures}
         for rank, worker in enumerate(workers):
@@ -209,7 +103,7 @@ class ProcessPool:
                 worker.kill()
                 self._workers[rank] = None
         if failures:
-            raise _error_of(failures, size)
+            raise RanksFailed.of(failures, size)
         return [results[rank] for rank in range(size)]
 
     def pids(self) -> list[int]:
@@ -231,129 +125,55 @@ class ProcessPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _worker(self, rank: int) -> _Worker:
+    def _worker(self, rank: int) -> Worker:
         worker = self._workers[rank]
         if worker is None or not worker.process.is_alive():
             if worker is not None:
                 worker.kill()
-            worker = self._workers[rank] = _Worker(self._context, rank)
+            worker = self._workers[rank] = Worker(self._context, rank)
         return worker
 
 
-@dataclass(frozen=True, slots=True)
-class _Job:
-    rank: int
-    size: int
-    host: str
-    port: int
-    prefix: str
-    timeout: float
-    path: tuple[str, ...]
-    call: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome:
-    """What a worker sends back; `error` is (summary, trace) or None."""
-
-    result: Any
-    error: tuple[str, str] | None
-
-
-class _Worker:
-    """One process, the pipe to it, and the memory file that its output goes to."""
-
-    def __init__(self, context: ForkServerContext | SpawnContext, rank: int) -> None:
-        self.pipe, theirs = context.Pipe()
-        lifeline, self._mine = context.Pipe(duplex=False)
-        self._log = os.memfd_create(f"reshard-test-log-{rank}")
-        self.start_of_log = 0
-        self.process: BaseProcess = context.Process(
-            target=_serve, args=(theirs, lifeline, _LogFile(self._log)), name=f"reshard-rank-{rank}", daemon=True
-        )
-        self.process.start()
-        theirs.close()
-        lifeline.close()
-        self._killed = False
-
-    def log_size(self) -> int:
-        return os.fstat(self._log).st_size
-
-    def log_tail(self) -> str:
-        start = max(self.start_of_log, self.log_size() - _LOG_TAIL_NBYTES)
-        return os.pread(self._log, _LOG_TAIL_NBYTES, start).decode(errors="replace")
-
-    def dump_stacks(self) -> None:
-        """Make the process write the stacks of its threads to its log."""
-        if self.process.is_alive() and self.process.pid is not None:
-            before = self.log_size()
-            os.kill(self.process.pid, signal.SIGUSR1)
-            expiry = time.monotonic() + 0.5
-            while self.log_size() == before and time.monotonic() < expiry:
-                time.sleep(0.01)
-
-    def kill(self) -> None:
-        if not self._killed:
-            self._killed = True
-            self.process.kill()
-            self.process.join(10)
-            self.pipe.close()
-            self._mine.close()
-            os.close(self._log)
-
-
-class _LogFile:
-    """A file descriptor that survives the way into a new process."""
-
-    def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (_detach, (DupFd(self.descriptor),))
-
-
-def _detach(duplicate: Any) -> int:
-    descriptor: int = duplicate.detach()
-    return descriptor
-
-
-def _context() -> ForkServerContext | SpawnContext:
-    if "forkserver" in multiprocessing.get_all_start_methods():
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed", __name__])
-        return context
-    return multiprocessing.get_context("spawn")
-
-
 def _collect(
-    workers: Sequence[_Worker], timeout: float, may_die: Collection[int]
+    workers: Sequence[Worker], timeout: float, may_die: Collection[int]
 ) -> tuple[dict[int, Any], list[RankFailure]]:
     """Wait for all ranks; after the first failure the others have a short while to say what they saw of it."""
     results: dict[int, Any] = {}
     failures: list[RankFailure] = []
     waiting = dict(enumerate(workers))
-    expiry = time.monotonic() + timeout
+    starting = set(waiting)
+    limit = f"had not begun after {_START_SECONDS:g} s"
+    expiry = time.monotonic() + _START_SECONDS
     while waiting:
         objects: list[Any] = [worker.pipe for worker in waiting.values()]
         objects += [worker.process.sentinel for worker in waiting.values()]
         ready = set(multiprocessing.connection.wait(objects, max(0.0, expiry - time.monotonic())))
         if not ready:
-            for worker in waiting.values():
-                worker.dump_stacks()
-            first = not failures
-            for rank, worker in waiting.items():
-                said = f"was not done after {timeout:g} s" if first else "was stopped because another rank had failed"
+            said = "was stopped because another rank had failed" if failures else limit
+            late = waiting if failures or not starting else {rank: waiting[rank] for rank in sorted(starting)}
+            for worker in late.values():
+                worker.ask_for_stacks()
+            last = time.monotonic() + _DUMP_SECONDS
+            for rank, worker in late.items():
+                worker.await_stacks(last)
                 failures.append(RankFailure(rank, said, "", worker.log_tail()))
             break
         for rank, worker in list(waiting.items()):
             if worker.pipe not in ready and worker.process.sentinel not in ready:
                 continue
+            outcome = worker.hear()
+            if rank in starting:
+                starting.discard(rank)
+                if not starting and not failures:
+                    limit = f"was not done after {timeout:g} s"
+                    expiry = time.monotonic() + timeout
+            if outcome == BEGUN:
+                continue
             del waiting[rank]
-            outcome = _outcome(worker)
-            if outcome is not None and outcome.error is None:
+            if isinstance(outcome, Outcome) and outcome.error is None:
                 results[rank] = outcome.result
                 continue
-            if outcome is not None and outcome.error is not None:
+            if isinstance(outcome, Outcome) and outcome.error is not None:
                 failures.append(RankFailure(rank, *outcome.error, worker.log_tail()))
             else:
                 worker.process.join(5)
@@ -362,20 +182,8 @@ def _collect(
                     results[rank] = Died(code)
                     continue
                 failures.append(RankFailure(rank, f"died ({_describe(code)})", "", worker.log_tail()))
-            expiry = min(expiry, time.monotonic() + _GRACE_SECONDS)
+            expiry = min(expiry, time.monotonic() + GRACE_SECONDS)
     return results, failures
-
-
-def _outcome(worker: _Worker) -> _Outcome | None:
-    """Read what the worker sent; None if it died before it sent anything."""
-    try:
-        if worker.pipe.poll(0):
-            outcome = pickle.loads(worker.pipe.recv_bytes())
-            assert isinstance(outcome, _Outcome)
-            return outcome
-    except (EOFError, ConnectionError):
-        pass
-    return None
 
 
 def _describe(exit_code: int | None) -> str:
@@ -385,59 +193,4 @@ def _describe(exit_code: int | None) -> str:
     return f"exit code {exit_code}"
 
 
-def _error_of(failures: Sequence[RankFailure], size: int) -> RanksFailed:
-    first = failures[0]
-    lines = [f"Rank {first.rank} of {size}: {first.summary}"]
-    lines += [f"Rank {failure.rank} then: {failure.summary.splitlines()[0]}" for failure in failures[1:]]
-    for failure in failures:
-        for title, text in (("traceback", failure.trace), ("log", failure.log)):
-            if text.strip():
-                lines.append(f"--- rank {failure.rank}, {title} ---\n{text.rstrip()}")
-    return RanksFailed("\n".join(lines), rank=first.rank, failures=tuple(failures))
-
-
-def _serve(pipe: Connection, lifeline: Connection, log: int) -> None:
-    """Run jobs until the pipe closes: the whole life of a worker."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the maker, whose end is ours
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    os.close(log)
-    sys.stdout = open(1, "w", buffering=1, closefd=False)  # noqa: SIM115 - for the whole life of the process
-    sys.stderr = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    faulthandler.enable(file=sys.stderr)
-    faulthandler.register(signal.SIGUSR1, file=sys.stderr, all_threads=True)
-    threading.Thread(target=_leave_with, args=(lifeline,), name="lifeline", daemon=True).start()
-    torch.set_num_threads(1)
-    while True:
-        try:
-            job = pickle.loads(pipe.recv_bytes())
-        except (EOFError, OSError):
-            return
-        outcome = pickle.dumps(_perform(job))
-        try:
-            pipe.send_bytes(outcome)
-        except OSError:
-            return
-
-
-def _perform(job: _Job) -> _Outcome:
-    try:
-        sys.path.extend(entry for entry in job.path if entry not in sys.path)
-        importlib.invalidate_caches()
-        function, args = pickle.loads(job.call)
-        timeout = timedelta(seconds=job.timeout)
-        store = dist.TCPStore(job.host, job.port, None, is_master=False, timeout=timeout, wait_for_workers=False)
-        result = function(RankContext(job.rank, job.size, dist.PrefixStore(job.prefix, store), timeout), *args)
-        pickle.dumps(result)
-        return _Outcome(result, None)
-    except BaseException as error:
-        return _Outcome(None, (f"{type(error).__name__}: {error}", traceback.format_exc()))
-    finally:
-        # Groups and transports of this run must be gone before the next one, also where a traceback held them.
-        gc.collect()
-
-
-def _leave_with(lifeline: Connection) -> None:
-    with contextlib.suppress(EOFError, OSError):
-        lifeline.recv_bytes()
-    os._exit(1)
+__all__ = ["Died", "ProcessPool", "RankContext", "RankFailure", "RanksFailed", "threads"]

@@ -69,7 +69,12 @@ def tensor_word(spec: TensorSpec) -> int:
 
 
 def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, cast: bool = False) -> torch.Tensor:
-    """The sum over the elements of ``box`` that lie in ``memory``, an int64 scalar on their device.
+    """As ``BoxSum``, made once."""
+    return BoxSum(box, spec, memory, kind, cast=cast)()
+
+
+class BoxSum:
+    """The sum over the elements of a box that lie in a memory; its places are found once, and summed at each call.
 
     Where the memory's own runs are not whole words (interleaved rows, a box in two pieces), some rows at a time are
     packed first, so that the words are those of the box, or of the tensor.
@@ -81,15 +86,34 @@ def box_sum(box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, ca
         kind: ``"sum"`` or ``"fingerprint"``.
         cast: Whether the tensor is cast here or elsewhere, so that all NaNs count as one.
     """
-    word = word_of(box, spec) if kind == "sum" else tensor_word(spec)
-    regions = list(memory.regions(spec, box))
-    total = torch.zeros((), dtype=torch.int64, device=regions[0].storage.device if regions else None)
-    cast = cast or any(region.cast is not None for region in regions)
-    as_they_are = all(_fits(region, spec, word) and not (cast and _may_hold_nan(region)) for region in regions)
-    parts = regions if as_they_are else _packed(box, spec, memory, word, cast)
-    for region in parts:
-        total += _plain_sum(region, word) if kind == "sum" else _mixed_sum(region, spec, word)
-    return total
+
+    __slots__ = ("_box", "_device", "_is_cast", "_kind", "_memory", "_plain", "_spec", "_word")
+
+    def __init__(self, box: Box, spec: TensorSpec, memory: BoundMemory, kind: Verify, *, cast: bool = False) -> None:
+        self._box, self._spec, self._memory, self._kind = box, spec, memory, kind
+        self._word = word_of(box, spec) if kind == "sum" else tensor_word(spec)
+        regions = list(memory.regions(spec, box))
+        self._device = regions[0].storage.device if regions else None
+        self._is_cast = cast or any(region.cast is not None for region in regions)
+        self._plain: list[tuple[Region, torch.Tensor]] | None = None
+        """Regions, each with its words, where these can be read as they lie."""
+        if all(_fits(region, spec, self._word) for region in regions):
+            self._plain = [(region, _in_words(region, self._word)) for region in regions]
+
+    def __call__(self) -> torch.Tensor:
+        """Make the sum, an int64 scalar on the memory's device."""
+        plain = self._plain
+        if plain is not None and not (self._is_cast and any(_may_hold_nan(region) for region, _ in plain)):
+            sums = [self._sum(region, words) for region, words in plain]
+        else:
+            parts = _packed(self._box, self._spec, self._memory, self._word, self._is_cast)
+            sums = [self._sum(part, _in_words(part, self._word)) for part in parts]
+        if len(sums) == 1:
+            return sums[0]
+        return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=self._device)
+
+    def _sum(self, region: Region, words: torch.Tensor) -> torch.Tensor:
+        return words.sum(dtype=torch.int64) if self._kind == "sum" else _mixed_sum(words, region.box, self._spec)
 
 
 def _fits(region: Region, spec: TensorSpec, word: int) -> bool:
@@ -162,29 +186,25 @@ def _in_words(region: Region, word: int) -> torch.Tensor:
     return rows
 
 
-def _plain_sum(region: Region, word: int) -> torch.Tensor:
-    return _in_words(region, word).sum(dtype=torch.int64)
-
-
-def _mixed_sum(region: Region, spec: TensorSpec, word: int) -> torch.Tensor:
-    """The sum of each word times the number of its place."""
-    values, box = _in_words(region, word), region.box
+def _mixed_sum(values: torch.Tensor, box: Box, spec: TensorSpec) -> torch.Tensor:
+    """The sum of each word of a box times the number of its place."""
+    word = values.element_size()
     first, row_words = 0, values.numel()
     if box.shape:
         first = box.start[-1] * spec.itemsize // word
         row_words = box.shape[-1] * spec.itemsize // word
     flat = values.reshape(-1, max(row_words, 1))
     rows = _row_numbers(box, spec, values.device)
-    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    sums = []
     for lo, hi in _blocks(first, first + row_words):
         block = flat[:, lo - first : hi - first]
         at = lo & (1 << _BLOCK_BITS) - 1
         columns = _table(_COLUMN, values.device)[at : at + hi - lo]
         step = max(1, _CHUNK_WORDS // (hi - lo))
-        sums = [_dot(block[at : at + step], columns) for at in range(0, block.shape[0], step)]
-        products = sums[0] if len(sums) == 1 else torch.cat(sums)
-        total += (products * rows).sum() * _block_number(lo >> _BLOCK_BITS, values.device)
-    return total
+        dots = [_dot(block[at : at + step], columns) for at in range(0, block.shape[0], step)]
+        products = dots[0] if len(dots) == 1 else torch.cat(dots)
+        sums.append((products * rows).sum() * _block_number(lo >> _BLOCK_BITS, values.device))
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:

@@ -7,6 +7,7 @@ The engine's side is the weight-transfer engine ``reshard`` (``engine``), which 
 
 from reshard.integrations.vllm.private import MAY_WORK, TRIED, checkpoint_form, vllm_version
 from reshard.integrations.vllm.tracing import (
+    check_layers,
     check_model,
     engine_manifest,
     rank_model,
@@ -17,6 +18,7 @@ from reshard.integrations.vllm.tracing import (
 __all__ = [
     "MAY_WORK",
     "TRIED",
+    "check_layers",
     "check_model",
     "checkpoint_form",
     "engine_manifest",

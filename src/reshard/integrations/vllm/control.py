@@ -25,9 +25,6 @@ class EngineFacts:
     world_size: int | None = None
     """Its workers: tensor times pipeline times data parallel."""
 
-    replicas: int | None = None
-    """Its data parallel replicas."""
-
     weight_version: str | None = None
     """The label of the weights that it serves; vLLM calls those that it was started with ``default``."""
 
@@ -85,13 +82,11 @@ class HTTPControl:
         routes.get("/health", deadline)
         version = routes.get("/version", deadline)
         size = routes.get("/get_world_size", deadline, include_dp="true")
-        of_one = routes.get("/get_world_size", deadline, include_dp="false")
         weights = routes.get("/weight_info", deadline)
         paused = routes.get("/is_paused", deadline)
         return EngineFacts(
             vllm=version["version"],
             world_size=size["world_size"],
-            replicas=size["world_size"] // of_one["world_size"],
             weight_version=weights["weight_version"],
             paused=paused["is_paused"],
         )
@@ -139,10 +134,8 @@ class OfflineControl:
                 "this LLM was made without a weight transfer engine. Make it with "
                 "LLM(..., weight_transfer_config={'backend': 'reshard'})."
             )
-        workers = parallel.world_size_across_dp
         return EngineFacts(
-            world_size=workers,
-            replicas=workers // parallel.world_size,
+            world_size=parallel.world_size_across_dp,
             weight_version=self._ask("get_weight_version"),
             paused=False,
         )

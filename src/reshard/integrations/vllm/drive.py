@@ -60,10 +60,20 @@ class EngineDrive:
         control: How it is reached.
         pause: ``"keep"``, ``"wait"`` or ``"abort"``.
         clear_cache: Whether what was computed with the old weights is forgotten at the pause.
+        told: What its workers are told besides the session: more of ``WorkerFacts``.
     """
 
-    def __init__(self, name: str, control: EngineControl, *, pause: str, clear_cache: bool) -> None:
+    def __init__(
+        self,
+        name: str,
+        control: EngineControl,
+        *,
+        pause: str,
+        clear_cache: bool,
+        told: Mapping[str, Any] | None = None,
+    ) -> None:
         self.name = name
+        self._told = dict(told or {})
         self._control = control
         self._pause = pause
         self._clear_cache = clear_cache
@@ -110,7 +120,7 @@ class EngineDrive:
             self._look(facts.expect[self.name], deadline)
         with self._phase("joining the session", "joining"):
             # each time: an engine that was restarted needs it, and one that knows it does nothing
-            self._join({**facts.for_world(self.name), "trainer": mark}, deadline)
+            self._join({**facts.for_world(self.name), **self._told, "trainer": mark}, deadline)
         if version is None:
             return
         with self._phase(f"starting version {version}", "starting"):
@@ -128,16 +138,10 @@ class EngineDrive:
                 f"it runs vLLM {facts.vllm}; the routes of {_text(_SUPPORTED[0])} to {_text(_SUPPORTED[1])} are known "
                 f"here. Install one of these."
             )
-        if facts.replicas is not None and facts.replicas > 1:
-            raise ConfigError(
-                f"it has {facts.replicas} data parallel replicas, and one that is refitted has none: replicas could "
-                f"not agree whether all of them have new weights. Start a server for each replica, without "
-                f"--data-parallel-size, and give each a world of the session."
-            )
         if facts.world_size is not None and facts.world_size != size:
             raise ConfigError(
-                f"it has {facts.world_size} workers (tensor x pipeline parallel), and the session expects {size}. Pass "
-                f"expect={{..., {self.name!r}: {facts.world_size}}} on all members."
+                f"it has {facts.world_size} workers (tensor x pipeline x data parallel), and the session expects "
+                f"{size}. Pass expect={{..., {self.name!r}: {facts.world_size}}} on all members."
             )
         self._label = facts.weight_version
         if facts.paused is False:  # never was, or was started anew, or somebody else resumed it

@@ -100,6 +100,11 @@ class ReshardEngine(WeightTransferEngine[ReshardInitInfo, ReshardUpdateInfo]):  
                 return
             self.shutdown()
         parallel = self.parallel_config
+        if parallel.data_parallel_size > 1:  # replicas that share no experts are told that they are alone
+            raise ConfigError(
+                "This engine's data parallel ranks share out experts, which is not supported. Start a server for each "
+                "replica, without --data-parallel-size, and give each a world of the session."
+            )
         rank = parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._member = Member(facts, rank, self.model, self.vllm_config, self.device)
 

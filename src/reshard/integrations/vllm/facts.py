@@ -29,8 +29,8 @@ class WorkerFacts:
     """What joins the ranks, as ``Topology.to_json`` gives it; found out if not given."""
 
     timeout_seconds: float = 60.0
-    check: bool = False
-    """Whether the trace is checked against a real load of random weights first; takes one more copy of the weights."""
+    check: bool = True
+    """Whether the trace of one layer of each kind is checked against a real load of random weights first."""
 
     whole: Mapping[str, str] = field(default_factory=dict)
     """Tensors that travel whole and go through the model's loader: patterns of names, each with the reason."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -10,13 +11,13 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from reshard.errors import ManifestError
-from reshard.integrations.traced import Opaque
+from reshard.integrations.traced import LoadTrace, Opaque
 from reshard.layouts.piece import natural_key
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from reshard.integrations.traced import Fill, LoadTrace, LocalCopy, TracedPiece
+    from reshard.integrations.traced import Fill, LocalCopy, Region, TracedPiece
 
 Item = TypeVar("Item")
 
@@ -84,6 +85,45 @@ def install_groups(trace: LoadTrace) -> tuple[InstallGroup, ...]:
 def group_names(groups: Iterable[InstallGroup]) -> dict[str, str]:
     """The install group of each checkpoint tensor."""
     return {tensor: group.name for group in groups for tensor in group.tensors}
+
+
+def one_of_each_kind(groups: Iterable[InstallGroup]) -> tuple[InstallGroup, ...]:
+    """The first of all groups that differ in nothing but the numbers in their names, as the layers of a model do."""
+    first: dict[object, InstallGroup] = {}
+    for group in groups:
+        first.setdefault(_kind(group), group)
+    return tuple(first.values())
+
+
+def _kind(group: InstallGroup) -> object:
+    def unnumbered(name: str) -> str:
+        return re.sub(r"[0-9]+", "#", name)
+
+    def place(region: Region) -> object:
+        return replace(region, buffer=unnumbered(region.buffer))
+
+    return (
+        tuple((unnumbered(p.piece.name), p.piece.box, place(p.region)) for p in group.pieces),
+        tuple((place(fill.region), fill.value) for fill in group.fills),
+        tuple((place(copy.source), place(copy.target)) for copy in group.copies),
+        tuple(map(unnumbered, group.whole)),
+    )
+
+
+def part_of(trace: LoadTrace, group: InstallGroup) -> LoadTrace:
+    """What a load of the group's tensors alone does."""
+    tensors, layers = set(group.tensors), set(group.layers)
+    return LoadTrace(
+        tensors=tuple(spec for spec in trace.tensors if spec.name in tensors),
+        buffers=tuple(buffer for buffer in trace.buffers if buffer.name.rpartition(".")[0] in layers),
+        pieces=group.pieces,
+        fills=group.fills,
+        copies=group.copies,
+        opaque=tuple(one for one in trace.opaque if one.name in tensors),
+        hidden=tuple(region for region in trace.hidden if region.buffer.rpartition(".")[0] in layers),
+        unused=(),
+        aliases=(),
+    )
 
 
 def taken_whole(trace: LoadTrace, patterns: Mapping[str, str]) -> LoadTrace:

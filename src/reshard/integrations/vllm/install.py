@@ -1,12 +1,13 @@
 """Install: bring landed pieces to life in a live model, one install group at a time.
 
-A group is taken back to the form that the loaders know, its pieces are copied to where the trace found them, and vLLM
-processes and packs it into the memory that serves. All of it happens in the worker's own thread, so that no request
-sees a group half done, and takes room for one group at a time.
+A group is taken back to the form that the loaders know, its pieces are copied to where the trace found them, or taken
+where they landed, and vLLM processes and packs it into the memory that serves. All of it happens in the worker's own
+thread, so that no request sees a group half done, and takes room for one group at a time.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.errors import BindingError
+from reshard.integrations.vllm.adopted import Adopted, adoptable
 from reshard.integrations.vllm.groups import install_groups
 from reshard.integrations.vllm.private import OpenGroup, repack
 from reshard.transports.views import copy_all
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from reshard.integrations.traced import LoadTrace
     from reshard.integrations.vllm.groups import InstallGroup
     from reshard.layouts.piece import Piece
+
+log = logging.getLogger("reshard.vllm")
 
 
 class Installer:
@@ -39,6 +43,9 @@ class Installer:
         self._model = model
         self._config = vllm_config
         self._groups = {group.name: group for group in install_groups(trace)}
+        self._buffers = {buffer.name: buffer for buffer in trace.buffers}
+        self._adopts = True
+        """Whether layers may take what has landed where it is; not any more once one of them has kept it."""
         self._ties = _ties_of(model)
         self.seconds: dict[str, float] = {}
         """What all installs took since it was emptied: ``opening``, ``copying``, ``processing``."""
@@ -70,19 +77,39 @@ class Installer:
         tensors = {(piece.name, piece.box): tensor for piece, tensor in landed}
         _check_complete(group, tensors)
         with torch.no_grad(), set_current_vllm_config(self._config):
-            with self._counted("opening"):
-                part = OpenGroup(self._model.get_submodule(name), self._config.model_config, _inside(group))
-            try:
-                with self._counted("copying"):
-                    self._write(group, tensors, landed)
-                with self._counted("processing"):
-                    part.close()
-            except Exception as error:
-                error.untouched = part.restore()  # type: ignore[attr-defined]
-                raise
+            memory = adoptable(group.pieces, tensors, self._buffers) if self._adopts else {}
+            adopted = {buffer: Adopted(tensor) for buffer, tensor in memory.items()}
+            self._fill(group, tensors, landed, adopted)
+            if kept := [buffer for buffer, one in adopted.items() if one.is_kept]:
+                log.warning("%s keeps the memory that it is loaded from, so weights are copied from now on", kept[0])
+                self._adopts = False
+                self._fill(group, tensors, landed, {}, again=True)
             for first, layer in self._ties:
                 if first in group.layers:
                     repack(layer)
+
+    def _fill(
+        self,
+        group: InstallGroup,
+        tensors: Mapping[tuple[str, Any], torch.Tensor],
+        landed: Sequence[tuple[Piece, torch.Tensor]],
+        adopted: Mapping[str, Adopted],
+        *,
+        again: bool = False,
+    ) -> None:
+        """Take a group out of service, fill it and put it back; ``again``, after it has been filled before."""
+        with self._counted("opening"):
+            given = {_within(group, buffer): one.take() for buffer, one in adopted.items()}
+            part = OpenGroup(self._model.get_submodule(group.name), self._config.model_config, _inside(group), given)
+            del given  # what the group does not take is copied
+        try:
+            with self._counted("copying"):
+                self._write(group, tensors, landed)
+            with self._counted("processing"):
+                part.close()
+        except Exception as error:
+            error.untouched = part.restore() and not again  # type: ignore[attr-defined]
+            raise
 
     @contextmanager
     def _counted(self, name: str) -> Iterator[None]:
@@ -97,9 +124,9 @@ class Installer:
         landed: Sequence[tuple[Piece, torch.Tensor]],
     ) -> None:
         buffers = _buffers_of(self._model, group.layers)
-        views = [traced.region.of(buffers) for traced in group.pieces]
-        pieces = [tensors[traced.piece.name, traced.piece.box] for traced in group.pieces]
-        copy_all(views, [piece.reshape(view.shape) for piece, view in zip(pieces, views, strict=True)])
+        pairs = [(one.region.of(buffers), tensors[one.piece.name, one.piece.box]) for one in group.pieces]
+        pairs = [(view, piece) for view, piece in pairs if view.data_ptr() != piece.data_ptr()]  # others are adopted
+        copy_all([view for view, _ in pairs], [piece.reshape(view.shape) for view, piece in pairs])
         for fill in group.fills:
             fill.region.of(buffers).fill_(fill.value)
         for copy in group.copies:
@@ -112,8 +139,12 @@ class Installer:
 
 def _inside(group: InstallGroup) -> tuple[str, ...]:
     """The group's layers by their names in its module."""
-    skip = len(group.name) + 1 if group.name else 0
-    return tuple(layer[skip:] for layer in group.layers)
+    return tuple(_within(group, layer) for layer in group.layers)
+
+
+def _within(group: InstallGroup, name: str) -> str:
+    """A name of the model as one in the group's module."""
+    return name[len(group.name) + 1 :] if group.name else name
 
 
 def _buffers_of(model: torch.nn.Module, layers: Sequence[str]) -> dict[str, torch.Tensor]:

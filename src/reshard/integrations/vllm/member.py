@@ -13,7 +13,7 @@ from reshard.errors import ConfigError
 from reshard.integrations.vllm.groups import check_all_written, group_names, taken_whole
 from reshard.integrations.vllm.handover import Handover
 from reshard.integrations.vllm.install import Installer
-from reshard.integrations.vllm.tracing import check_model, trace_model
+from reshard.integrations.vllm.tracing import check_layers, trace_model
 from reshard.layouts.box import Box
 from reshard.layouts.piece import Piece
 from reshard.refit.connect import connect
@@ -206,7 +206,7 @@ class Member:
             trace = taken_whole(trace_model(self._model, offered), self.facts.whole)
             check_all_written(trace, self._model)
             if self.facts.check:
-                check_model(trace, self._model)
+                check_layers(trace, self._model)
             installer = Installer(self._model, self._vllm_config, trace)
             session.accept(
                 trace.manifest(world=self.facts.world, groups=group_names(installer.groups)),

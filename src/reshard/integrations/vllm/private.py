@@ -20,7 +20,7 @@ from reshard.errors import EnvironmentNotSupported
 from reshard.integrations.vllm.workers import SECONDS_METHOD
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Mapping
 
 TRIED = ((0, 32),)
 """Releases of vLLM that this file was tried with."""
@@ -60,7 +60,7 @@ def _text(release: tuple[int, int]) -> str:
 # -- a model in the form that its loaders know, beside the one that serves --------------------------------------------
 
 
-def checkpoint_form(model: torch.nn.Module, *, with_memory: bool = False) -> torch.nn.Module:
+def checkpoint_form(model: torch.nn.Module, *, with_memory: bool | Collection[str] = False) -> torch.nn.Module:
     """Make a model of the form that the loaders know, beside the one that serves, which is not touched.
 
     The modules are shallow copies; parameters and buffers are new, with the model's own loaders bound to the copies,
@@ -69,18 +69,20 @@ def checkpoint_form(model: torch.nn.Module, *, with_memory: bool = False) -> tor
 
     Args:
         model: One that vLLM has loaded, or that ``rank_model`` has made.
-        with_memory: Give every buffer memory of its own, not written yet; otherwise all are on the meta device.
+        with_memory: Give every buffer memory of its own, not written yet, or those of some layers by their names;
+            otherwise all are on the meta device.
     """
     vllm_version()
+    layers = model.modules() if with_memory is True else map(model.get_submodule, with_memory or ())
     with torch.no_grad():
-        return _copied(model, {}, {}, with_memory)
+        return _copied(model, {}, {}, {id(layer) for layer in layers})
 
 
 def _copied(
     layer: torch.nn.Module,
     done: dict[int, torch.nn.Module],
     tied: dict[int, torch.Tensor],
-    with_memory: bool,
+    with_memory: set[int],
 ) -> torch.nn.Module:
     """The copy of a layer.
 
@@ -89,7 +91,7 @@ def _copied(
         done: By live layer, the copies made so far.
         tied: By live parameter, likewise. A tied head has the embedding's, and its loaders must see that here too:
             otherwise they load the embedding a second time, as the head's own.
-        with_memory: As ``checkpoint_form``.
+        with_memory: The live layers whose copies get memory.
     """
     if id(layer) in done:
         return done[id(layer)]
@@ -101,7 +103,7 @@ def _copied(
         if live is not None and id(live) in tied:
             own = tied[id(live)]
         else:
-            own = tensor if name in _shared_names() else _bound(tensor, layer, twin, with_memory)
+            own = tensor if name in _shared_names() else _bound(tensor, layer, twin, id(layer) in with_memory)
         if live is not None:
             tied[id(live)] = own
         if is_parameter:
@@ -172,9 +174,17 @@ class OpenGroup:
         module: The part: a decoder layer, or the embedding.
         model_config: vLLM's, of this model.
         written: Names (in ``module``) of the layers that get weights.
+        given: By name (in ``module``): memory that a parameter takes as it is, with what it holds. Only layers whose
+            weights have the plainest form, where processing reads it and keeps nothing of it, take any.
     """
 
-    def __init__(self, module: torch.nn.Module, model_config: Any, written: tuple[str, ...]) -> None:
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        model_config: Any,
+        written: tuple[str, ...],
+        given: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
         from vllm.model_executor.model_loader.reload import (  # type: ignore[import-not-found,unused-ignore]
             layerwise,
             meta,
@@ -193,7 +203,8 @@ class OpenGroup:
             # A bias never leaves its place: it is written where it serves.
             live = [t for layer in self.layers for t in utils.get_layer_tensors(layer).values() if not t.is_meta]
             self._live = [(tensor, tensor.detach().clone()) for tensor in live]
-            for layer in self.layers:
+            for name, layer in zip(written, self.layers, strict=True):
+                _adopt(name, layer, given or {})
                 meta.materialize_layer(layer, layerwise.get_layerwise_info(layer))
                 for tensor in utils.get_layer_tensors(layer).values():
                     if hasattr(tensor, "weight_loader"):
@@ -241,6 +252,25 @@ class OpenGroup:
         if on_cpu and getattr(method, "moe_kernel", None) is not None:
             self._kernels.append((method, method.moe_kernel))  # type: ignore[union-attr]
             method.moe_kernel = None  # type: ignore[union-attr]
+
+
+def _adopt(name: str, layer: torch.nn.Module, given: Mapping[str, torch.Tensor]) -> None:
+    """Let parameters that have no memory yet take what is given for them."""
+    from vllm.model_executor.layers.linear import (  # type: ignore[import-not-found,unused-ignore]
+        UnquantizedLinearMethod,
+    )
+    from vllm.model_executor.layers.vocab_parallel_embedding import (  # type: ignore[import-not-found,unused-ignore]
+        UnquantizedEmbeddingMethod,
+    )
+
+    method = getattr(layer, "quant_method", None)
+    if method is not None and not isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod):
+        return
+    for own, tensor in list(layer.named_parameters(recurse=False)):
+        memory = given.get(f"{name}.{own}" if name else own)
+        if memory is not None and tensor.is_meta and (memory.shape, memory.dtype) == (tensor.shape, tensor.dtype):
+            memory.__class__, memory.__dict__ = tensor.__class__, tensor.__dict__.copy()
+            setattr(layer, own, memory)
 
 
 def repack(layer: torch.nn.Module) -> None:

@@ -44,17 +44,28 @@ class EngineFleet:
         controls: How each is reached, by the name of its world.
         pause: What happens to requests that run at the pause.
         clear_cache: Whether what was computed with the old weights is forgotten at the pause.
+        check: Whether each worker holds what it has learned of its model's loaders against a real load of random
+            weights, of one layer of each kind, before it joins.
+        whole: Tensors that travel whole and go through the model's loader: patterns of names, each with the reason.
     """
 
     def __init__(
-        self, controls: Mapping[str, EngineControl], *, pause: PauseMode = "keep", clear_cache: bool = True
+        self,
+        controls: Mapping[str, EngineControl],
+        *,
+        pause: PauseMode = "keep",
+        clear_cache: bool = True,
+        check: bool = True,
+        whole: Mapping[str, str] | None = None,
     ) -> None:
         if pause not in _MODES:
             raise ConfigError(f"pause={pause!r} is unknown; use one of {', '.join(map(repr, _MODES))}.")
         if not controls:
             raise ConfigError("No engine was given; name at least one.")
+        told = {"check": check, "whole": dict(whole or {})}
         self._drives = {
-            name: EngineDrive(name, control, pause=pause, clear_cache=clear_cache) for name, control in controls.items()
+            name: EngineDrive(name, control, pause=pause, clear_cache=clear_cache, told=told)
+            for name, control in controls.items()
         }
         self._under_way: tuple[EngineDrive, ...] = ()
         self._mark = ""
@@ -169,6 +180,9 @@ class VLLMServers(EngineFleet):
             seen before is answered from what the old weights made of it.
         timeout: For each call over HTTP (``"wait"`` takes as long as the longest request that runs).
         headers: Sent with every call.
+        check: Whether each worker holds what it has learned of its model's loaders against a real load of random
+            weights, of one layer of each kind, before it joins.
+        whole: Tensors that travel whole and go through the model's loader: patterns of names, each with the reason.
 
     Raises:
         ConfigError: An argument that cannot be right.
@@ -182,11 +196,12 @@ class VLLMServers(EngineFleet):
         clear_cache: bool = True,
         timeout: timedelta = timedelta(seconds=300),
         headers: Mapping[str, str] | None = None,
+        check: bool = True,
+        whole: Mapping[str, str] | None = None,
     ) -> None:
         routes = {n: Routes(url, timeout.total_seconds(), headers) for n, url in _named(urls).items()}
-        super().__init__(
-            {name: HTTPControl(route) for name, route in routes.items()}, pause=pause, clear_cache=clear_cache
-        )
+        controls = {name: HTTPControl(route) for name, route in routes.items()}
+        super().__init__(controls, pause=pause, clear_cache=clear_cache, check=check, whole=whole)
 
 
 class VLLMOffline(EngineFleet):
@@ -195,11 +210,19 @@ class VLLMOffline(EngineFleet):
     Args:
         llm: ``vllm.LLM(..., weight_transfer_config={"backend": "reshard"})``.
         world: Its world's name.
-        clear_cache: As ``VLLMServers``.
+        clear_cache: As ``VLLMServers``, as are the next two.
     """
 
-    def __init__(self, llm: Any, *, world: str = "engine", clear_cache: bool = True) -> None:
-        super().__init__({world: OfflineControl(llm)}, clear_cache=clear_cache)
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        world: str = "engine",
+        clear_cache: bool = True,
+        check: bool = True,
+        whole: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__({world: OfflineControl(llm)}, clear_cache=clear_cache, check=check, whole=whole)
 
 
 class VLLMClient(EngineFleet):

@@ -16,6 +16,7 @@ from reshard.errors import ConfigError, EnvironmentNotSupported
 from reshard.integrations.trace_check import check_trace
 from reshard.integrations.traced import world_manifest
 from reshard.integrations.tracing import trace_load
+from reshard.integrations.vllm.groups import install_groups, one_of_each_kind, part_of
 from reshard.integrations.vllm.private import alone_as, checkpoint_form, vllm_version
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def trace_model(
 def check_model(trace: LoadTrace, model: torch.nn.Module, *, seed: int = 0) -> int:
     """Check a trace of this rank's model against a real load of random weights, beside the weights that serve.
 
-    Needs memory for one more copy of the rank's weights while it runs.
+    Needs memory for three more copies of the rank's weights while it runs.
 
     Returns:
         How many elements were compared.
@@ -62,6 +63,19 @@ def check_model(trace: LoadTrace, model: torch.nn.Module, *, seed: int = 0) -> i
     """
     twin: Any = checkpoint_form(model, with_memory=True)
     return check_trace(trace, twin.load_weights, twin, seed=seed)
+
+
+def check_layers(trace: LoadTrace, model: torch.nn.Module, *, seed: int = 0) -> int:
+    """As ``check_model``, for one layer of each kind, an install group at a time.
+
+    Layers that are made alike are loaded by the same code, so that one of them stands for all. Needs memory for three
+    copies of the largest group.
+    """
+    count = 0
+    for group in one_of_each_kind(install_groups(trace)):
+        twin: Any = checkpoint_form(model, with_memory=group.layers)
+        count += check_trace(part_of(trace, group), twin.load_weights, twin, seed=seed)
+    return count
 
 
 # -- ranks without an engine -----------------------------------------------------------------------------------------
