@@ -1,8 +1,8 @@
 """The simulator against reality: calibrate this machine, run both benchmarks, and print predicted beside measured.
 
-Run ``python benchmarks/simulator_vs_reality.py`` on a machine that does nothing else (``--calibration FILE`` reads an
-earlier calibration). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and of
-another rate than the rows have. A row counts as bound by a link where its busiest link needs longer than the processor
+Run ``python benchmarks/simulator_vs_reality.py`` on a machine that does nothing else (``--calibration FILE...`` reads
+earlier calibrations). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and of
+another rate than the rows have; it is launched five times, and the medians count. A row counts as bound by a link where its busiest link needs longer than the processor
 seconds that were measured need on all cores, else by the processor; the aim is 15 % for the first and 30 % for the
 second kind. Prints one JSON document, and the table as Markdown on stderr; ``--write`` puts the table with what was
 measured into ``docs/simulator.md``. ``--measured FILE`` reads such a document and predicts its rows anew.
@@ -28,6 +28,7 @@ from reshard.bench.local import run_local
 from reshard.simulate.calibration import Calibration
 from reshard.units import format_nbytes, parse_nbytes, parse_rate
 
+CALIBRATIONS = 5
 AIMS = {"link": 0.15, "processor": 0.30}
 DOCS = Path(__file__).parents[1] / "docs" / "simulator.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -175,7 +176,9 @@ def main() -> None:
     """Calibrate, measure, predict, print."""
     usual = Sizes()
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    options.add_argument("--calibration", type=Path, help="read this one instead of measuring")
+    options.add_argument(
+        "--calibration", type=Path, nargs="+", help="take the medians of these instead of measuring some"
+    )
     options.add_argument("--measured", type=Path, help="predict the rows of an earlier run, and measure nothing")
     options.add_argument("--write", action="store_true", help="put the table into docs/simulator.md")
     options.add_argument("--size", type=int, default=usual.size, help="of the local benchmark's tensor")
@@ -191,9 +194,10 @@ def main() -> None:
     if asked.measured is not None:
         rows, sizes, machine = measured_before(asked.measured)
     if asked.calibration is not None:
-        machine = Calibration.from_json(json.loads(asked.calibration.read_text("utf-8")))
+        told = [Calibration.from_json(json.loads(file.read_text("utf-8"))) for file in asked.calibration]
+        machine = Calibration.median_of(told)
     elif asked.measured is None:
-        machine = calibrate(_say)
+        machine = Calibration.median_of([calibrate(_say) for _ in range(CALIBRATIONS)])
         _say(json.dumps(machine.to_json()))
     if asked.measured is not None:
         rows = predicted_anew(rows, sizes, machine)

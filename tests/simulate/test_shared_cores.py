@@ -111,6 +111,15 @@ def test_a_calibration_reads_back_equal_and_gives_costs_by_transport():
     assert gloo.copy_seconds(10**9, "fresh") == pytest.approx(0.5, rel=1e-3)
 
 
+def test_of_several_calibrations_the_median_of_each_number_counts():
+    few = dataclasses.replace(MACHINE, copy=1.0, loopback=SocketCosts(1.0, 2.0, 30.0, 4.0))
+    many = dataclasses.replace(MACHINE, copy=3.0, loopback=SocketCosts(3.0, 20.0, 10.0, 40.0))
+    some = dataclasses.replace(MACHINE, copy=200.0, loopback=SocketCosts(20.0, 10.0, 20.0, 0.0))
+    found = Calibration.median_of([few, many, some])
+    assert found == dataclasses.replace(MACHINE, copy=3.0, loopback=SocketCosts(3.0, 10.0, 20.0, 4.0))
+    assert Calibration.median_of([few]) == few
+
+
 def test_what_is_no_calibration_is_refused():
     with pytest.raises(ConfigError, match="not a calibration"):
         Calibration.from_json({"format": "reshard-plan-1"})

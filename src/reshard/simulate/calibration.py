@@ -6,13 +6,14 @@ Measured by ``reshard.bench.calibrate``; nothing here is taken from a refit or f
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from statistics import median
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ConfigError
 from reshard.simulate.costs import Costs, CpuCosts
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 CALIBRATION_FORMAT = "reshard-calibration-1"
 
@@ -103,6 +104,18 @@ class Calibration:
             ),
         )
 
+    @classmethod
+    def median_of(cls, several: Sequence[Calibration]) -> Calibration:
+        """What several calibrations of one machine say: the median of each number.
+
+        One of them can differ from the next by a third, by where its processes came to lie in memory and on the cores.
+
+        Args:
+            several: One at least; all with a network, or none.
+        """
+        values = {field.name: [getattr(one, field.name) for one in several] for field in fields(cls)}
+        return cls(**{name: _median(found) for name, found in values.items()})
+
     def to_json(self) -> dict[str, Any]:
         """Plain data that ``from_json`` reads back."""
         data: dict[str, Any] = {"format": CALIBRATION_FORMAT}
@@ -131,3 +144,10 @@ class Calibration:
             return cls(**values)
         except (KeyError, TypeError) as error:
             raise ConfigError(f"This calibration lacks something: {error}. Measure it again.") from error
+
+
+def _median(values: Sequence[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, SocketCosts):
+        return SocketCosts(*(median(getattr(one, field.name) for one in values) for field in fields(SocketCosts)))
+    return median(values) if isinstance(first, float) else first
