@@ -66,7 +66,9 @@ def make_acceptance(
     rooms: list[Any] = []
     if reasons:
         limit = None if setup.options.commit == "staged" else most_room(setup.options.staging_nbytes)
-        manifest, whole, room = take_whole(manifest, reasons, rank, setup.device, uncut=loaders, live=live, limit=limit)
+        manifest, whole, room = take_whole(
+            manifest, reasons, rank, setup.room_on, uncut=loaders, live=live, limit=limit
+        )
         rooms.append(room)
         if limit is not None and room.numel() > limit:
             logger.warning(
@@ -76,7 +78,7 @@ def make_acceptance(
                 format_nbytes(setup.options.staging_nbytes),
             )
     if not live:
-        manifest, room = give_room(manifest, rank, setup.device, besides=[one.name for one in whole])
+        manifest, room = give_room(manifest, rank, setup.room_on, besides=[one.name for one in whole])
         rooms.append(room)
     hooks = replace(hooks, loaders=loaders)
     return replace(offer, manifest=manifest, hooks=hooks, whole=whole, rooms=tuple(rooms))

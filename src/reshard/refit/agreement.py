@@ -74,6 +74,9 @@ class Agreed:
     windows: tuple[tuple[str, ...], ...] = ((),)
     """Which tensors of the plan have their turn together; those that are not named, in the first window."""
 
+    lands_on: torch.device | None = None
+    """As ``Declared.lands_on``."""
+
     kept_nbytes: int = 0
     """What of ``staging_nbytes`` is not left in the options: room for turns, or copies of what would be overwritten."""
 
@@ -244,6 +247,7 @@ def agree(group: Group, declared: Declared, deadline: Deadline) -> Agreed:
         _taken_whole(told, destinations, settled),
         room,
         _windows(told, destinations, settled, dst, options),
+        declared.lands_on,
         kept,
     )
 

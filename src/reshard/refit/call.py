@@ -49,6 +49,13 @@ class Setup:
     timeout: timedelta
     topology: Topology | None
     engines: Engines | None = None
+    lands_on: torch.device | None = None
+    """Where bytes land beside the live weights; on their device if not given."""
+
+    @property
+    def room_on(self) -> torch.device:
+        """Where the session gives room to land in."""
+        return self.device if self.lands_on is None else self.lands_on
 
 
 @dataclass(frozen=True)
@@ -117,7 +124,8 @@ def declare(setup: Setup, asked: Asked) -> Declared:
     here, loaders = set(manifest.names), offer.hooks.loaders or {}
     whole = {one.name: one.reason for one in offer.whole if one.name in here}
     loaded = tuple(name for name in whole if name in loaders)
-    return Declared(src, dst, setup.options, setup.me.world, setup.me.rank, offer.rooms, whole, loaded)
+    me = setup.me
+    return Declared(src, dst, setup.options, me.world, me.rank, offer.rooms, whole, loaded, setup.lands_on)
 
 
 def _texts(what: str, given: Sequence[str] | str) -> tuple[str, ...]:

@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from reshard.refit.membership import Role
 
 Commit = Literal["staged", "in-place"]
+StagedOn = Literal["device", "host"]
 
 _COMMITS = ("staged", "in-place")
+_STAGED_ON = ("device", "host")
 
 
 def connect(
@@ -47,6 +49,7 @@ def connect(
     device: torch.device | str | None = None,
     staging_nbytes: int | str = "512MiB",
     commit: Commit = "staged",
+    staged_on: StagedOn = "device",
     verify: str = "sum",
     strategy: str = "reshard",
     transport: str = "auto",
@@ -73,6 +76,9 @@ def connect(
         staging_nbytes: The most staging memory of this rank; the least of all ranks' limits counts.
         commit: ``"staged"``: bytes land beside the live weights, which change when all ranks have them (room for one
             copy of this rank's own weights). ``"in-place"``: a failure in between leaves the rank torn.
+        staged_on: Where that room is: ``"device"``, beside the weights, or ``"host"``, in page-locked memory of the
+            host, for a GPU that has none left. Each rank chooses for itself. On CPUs both are the same, and no GPU has
+            run ``"host"``. Hooks and loaders are then handed tensors on the CPU.
         verify: ``"none"``, ``"sum"``, or ``"fingerprint"``, which also keeps what ``Session.verify`` compares with.
         strategy: As ``compile_refit``.
         transport: As ``compile_refit``.
@@ -102,6 +108,13 @@ def connect(
         raise ConfigError(f"role={role!r} is unknown; a world is a 'source' or a 'destination'.")
     if commit not in _COMMITS:
         raise ConfigError(f"commit={commit!r} is unknown; use one of {', '.join(_COMMITS)}.")
+    if staged_on not in _STAGED_ON:
+        raise ConfigError(f"staged_on={staged_on!r} is unknown; use one of {', '.join(_STAGED_ON)}.")
+    if staged_on == "host" and commit != "staged":
+        raise ConfigError(
+            f"staged_on='host' says where bytes land beside the live weights, and with commit={commit!r} they land in "
+            f"the live weights. Leave it out, or use commit='staged'."
+        )
     if size != expect[world]:
         raise ConfigError(
             f"World {world!r} has {size} processes here (world_size, or the launcher's environment), and expect= says "
@@ -138,6 +151,7 @@ def connect(
         timeout,
         topology,
         engines,
+        torch.device("cpu") if staged_on == "host" else None,
     )
     runner = Runner(setup, Journal(session, str(me.member), events))
     runner.join(Deadline.after(timeout))

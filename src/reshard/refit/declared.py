@@ -41,6 +41,9 @@ class Declared:
     loaded: tuple[str, ...] = ()
     """Those of them that a loader is given, after the other tensors of their install groups."""
 
+    lands_on: torch.device | None = None
+    """Where bytes land beside the live weights; on their device if not given."""
+
     @property
     def turns_in(self) -> torch.Tensor | None:
         """The room in which tensors that go whole take turns."""
@@ -66,9 +69,12 @@ def device_of(declared: Declared) -> torch.device | None:
                 f"never given any, or has been freed. Offer and accept tensors whose weights are there.",
                 tensor=bound.piece.name,
             )
+    elsewhere = declared.buffers if declared.lands_on is not None else ()
     devices: dict[torch.device, str] = {}
     for part in parts:
-        devices.update({bound.view.device: bound.piece.name for bound in part.local})
+        devices.update(
+            {bound.view.device: bound.piece.name for bound in part.local if bound.binding.buffer not in elsewhere}
+        )
         devices.update({local.device: name for name, _, local in part.unread})
     if len(devices) > 1:
         (a, name), (b, other) = list(devices.items())[:2]

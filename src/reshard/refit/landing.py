@@ -53,7 +53,7 @@ class Copies:
             for at, bound in enumerate(agreed.dst_pieces)
             if self._staged and bound.binding.buffer not in agreed.rooms
         }
-        pieces, copies = self._copied(agreed.dst_pieces, chosen)
+        pieces, copies = self._copied(agreed.dst_pieces, chosen, agreed.lands_on)
         pairs = _as_words([agreed.dst_pieces[at].view for at in chosen], copies)
         self._put = dict(zip(chosen, zip(*pairs, strict=True), strict=True)) if chosen else {}
         return pieces
@@ -72,13 +72,15 @@ class Copies:
         _copy([target for target, _ in pairs], [copy for _, copy in pairs])
 
     def _copied(
-        self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype]
+        self, pieces: Sequence[BoundPiece], chosen: dict[int, torch.dtype], device: torch.device | None = None
     ) -> tuple[tuple[BoundPiece, ...], list[torch.Tensor]]:
-        """The pieces with those at ``chosen`` in memory of their own, all of it in one buffer."""
+        """The pieces with those at ``chosen`` in memory of their own, in one buffer, on their device if not told."""
         if not sum(pieces[at].view.numel() for at in chosen):
             return tuple(pieces), []
         shapes = [(tuple(pieces[at].view.shape), dtype) for at, dtype in chosen.items()]
-        buffer, copies = carve(shapes, pieces[next(iter(chosen))].view.device)
+        live = pieces[next(iter(chosen))].view.device
+        pinned = device is not None and device.type == "cpu" and live.type == "cuda"
+        buffer, copies = carve(shapes, device or live, pinned=pinned)
         self.nbytes += buffer.numel()
         result = list(pieces)
         for at, copy in zip(chosen, copies, strict=True):

@@ -27,13 +27,13 @@ _ALIGNED = 64
 
 
 def carve(
-    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str
+    shapes: Sequence[tuple[tuple[int, ...], torch.dtype]], device: torch.device | str, *, pinned: bool = False
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """One buffer for tensors of these shapes and dtypes, and each of them in it, contiguous.
 
-    The buffer may be moved into shared memory: its parts follow.
+    The buffer may be moved into shared memory: its parts follow. ``pinned`` is for the host's memory that a GPU reads.
     """
-    buffer = torch.zeros(sum(map(_nbytes, shapes)), dtype=torch.uint8, device=device)
+    buffer = torch.zeros(sum(map(_nbytes, shapes)), dtype=torch.uint8, device=device, pin_memory=pinned)
     return buffer, _beside(buffer, shapes)
 
 

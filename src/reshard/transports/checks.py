@@ -192,7 +192,7 @@ class Checks:
                     check.sums[at] = BoxSum(box, spec, memory, self._verify, cast=cast)
                 known[key] = check.sums[at]()
             sums.append(known[key])
-        return torch.stack(sums)
+        return torch.stack(sums).to(self._device)
 
     def _differences(self, check: _Check, theirs: torch.Tensor) -> list[str]:
         ours = self._sums(check, {})

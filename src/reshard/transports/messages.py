@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from reshard.errors import BindingError
 from reshard.transports.copies import wire_copies
 from reshard.transports.operations import Receive, Send, Slot, align, key_of
@@ -16,8 +18,6 @@ from reshard.transports.views import BoundMemory, Region, merged_run
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
-
-    import torch
 
     from reshard.layouts.box import Box
     from reshard.plan.plan import Plan
@@ -39,6 +39,7 @@ class Messages:
         send_arena: Staging for packed buckets, uint8; None where nothing is packed.
         receive_arena: Staging for transports that land bytes in the caller's memory; None where there is none.
         early_rounds: How many rounds before its own a bucket may be posted that needs no packing.
+        device: Where messages lie; what lies elsewhere is packed and unpacked.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class Messages:
         send_arena: torch.Tensor | None,
         receive_arena: torch.Tensor | None,
         early_rounds: int,
+        device: torch.device | str,
     ) -> None:
         self.schedule = schedule
         self.plan: Plan = schedule.plan
@@ -59,6 +61,7 @@ class Messages:
         self._src = src
         self._dst = dst
         self._links = links
+        self._kind_of_device = torch.device(device).type
         self._send_slots = self._slots(send_arena)
         self._receive_slots = self._slots(receive_arena)
         self._landed: dict[tuple[int, int], Slot | None] = {}
@@ -106,7 +109,7 @@ class Messages:
             return Send(op.peer, link, self._slot_memory(slot, bucket.nbytes), bucket, slot, None, due, due, True)
         memory = self._dst if op.forwarded else self._src
         if link.transport.sends_from == "anywhere":
-            run = merged_run(self._one_region_an_item(bucket, memory))
+            run = self._message_in(self._one_region_an_item(bucket, memory))
             if run is not None:
                 return Send(op.peer, link, run, bucket, None, None, due, due, op.forwarded)
         slot, packed = self._slot_to_pack(bucket)
@@ -136,6 +139,11 @@ class Messages:
             found.extend(regions if len(regions) == 1 else [])
         return found if len(found) == len(bucket.items) else _NOT_ONE_RUN
 
+    def _message_in(self, regions: Sequence[Region]) -> torch.Tensor | None:
+        """The regions as one message where they lie; None where it is made, or taken apart, in staging."""
+        run = merged_run(regions)
+        return run if run is not None and run.device.type == self._kind_of_device else None
+
     def _pack_views(self, bucket: Bucket, slot: Slot, memory: BoundMemory) -> Copies:
         base = int(slot.arena.storage_offset()) + slot.offset
         return wire_copies(self._placed(bucket, memory), slot.arena, base, pack=True)
@@ -155,7 +163,7 @@ class Messages:
         placed = self._placed(bucket, self._dst)
         receive = Receive(op.peer, link, bucket, bucket.nbytes, None, None, placed, (op.round, op.step))
         complete = len(placed) == len(bucket.items) and sum(r.nbytes for _, _, r in placed) == bucket.nbytes
-        run = merged_run([region for _, _, region in placed]) if complete else None
+        run = self._message_in([region for _, _, region in placed]) if complete else None
         if last_use is not None and self._hold(receive, last_use):
             self._landed[key_of(bucket)] = receive.slot
         elif run is not None and not self._lands_whole:  # the usual way lands whole tensors, then takes its part

@@ -91,6 +91,7 @@ class Program:
             send_arena=send_arena,
             receive_arena=receive_arena,
             early_rounds=early_rounds,
+            device=device,
         )
         in_place = InPlace(self._borrowed, self._lent_to)
         order = messages.compile([op for op in schedule.for_rank(rank) if not in_place.covers(op)])
