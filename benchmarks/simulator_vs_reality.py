@@ -1,11 +1,12 @@
 """The simulator against reality: calibrate this machine, run both benchmarks, and print predicted beside measured.
 
 Run ``python benchmarks/simulator_vs_reality.py`` on a machine that does nothing else (``--calibration FILE...`` reads
-earlier calibrations). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and of
-another rate than the rows have; it is launched five times, and the medians count. A row counts as bound by a link where its busiest link needs longer than the processor
-seconds that were measured need on all cores, else by the processor; the aim is 15 % for the first and 30 % for the
-second kind. Prints one JSON document, and the table as Markdown on stderr; ``--write`` puts the table with what was
-measured into ``docs/simulator.md``. ``--measured FILE`` reads such a document and predicts its rows anew.
+earlier calibrations). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and
+of another rate than the rows have; it is launched five times, and the medians count. A row counts as bound by a link
+where its busiest link needs longer than the processor seconds that were measured need on all cores, else by the
+processor; the aim is 15 % for the first and 30 % for the second kind. Prints one JSON document, and the table as
+Markdown on stderr; ``--write`` puts the table with what was measured into ``docs/simulator.md``. ``--measured FILE``
+reads such a document and predicts its rows anew.
 """
 
 from __future__ import annotations

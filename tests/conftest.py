@@ -20,8 +20,8 @@ settings.load_profile("reshard")
 
 SEED = 20240229
 
-# Folders whose tests move bytes or start processes, in the order in which they run. All others come first, and then what
-# is slow: of two workers neither is left alone with it at the end.
+# Folders whose tests move bytes or start processes, in the order in which they run. All others come first, then what is
+# slow: of two workers neither is left alone with it at the end.
 LATE = ("transports", "integrations", "refit", "conformance", "cases", "testing", "cli", "demo")
 
 

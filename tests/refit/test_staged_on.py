@@ -20,19 +20,18 @@ from reshard.testing.processes import threads
 from reshard.transports import program
 from reshard.transports.messages import Messages
 
+NAME = NAMES[0]
 EXPECT = {"trainer": 1, "engine": 2}
 
 
 def refit(store, rank, **options):
-    one = Rank("trainer", 0, 1) if rank == 0 else Rank("engine", rank - 1, 2)
+    one = Rank("trainer", 0, 1, names=[NAME]) if rank == 0 else Rank("engine", rank - 1, 2, names=[NAME])
     if one.is_source:
-        for name in NAMES:
-            one.tensors[name].copy_(dense(1, name))
+        one.tensors[NAME].copy_(dense(1, NAME))
     with one.connect(store, EXPECT, transport="torch_p2p", **options) as session:
         landing = 0 if one.is_source else session.landing_nbytes
         report = session.refit(1)
-    for name in NAMES:
-        assert torch.equal(one.tensors[name], dense(1, name)[one.part])
+    assert torch.equal(one.tensors[NAME], dense(1, NAME)[one.part])
     return landing, report.copies_nbytes
 
 
