@@ -487,6 +487,23 @@ def test_what_cannot_be_right_is_refused_before_anybody_is_waited_for(options, s
         reshard.connect("tcp://127.0.0.1:1", **given)
 
 
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"RANK": "0", "WORLD_SIZE": "7"}, "has 7 processes here"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "9"}, "has 9 processes here"),
+        ({"SLURM_PROCID": "5", "SLURM_NTASKS": "1"}, "rank=5 "),
+    ],
+)
+def test_what_torchrun_and_slurm_say_of_a_process_is_what_its_session_has(environment, said, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match=said):
+        reshard.connect("tcp://127.0.0.1:1", role="source", world="trainer", expect={"trainer": 1, "engine": 1})
+
+
 def test_rank_and_size_come_from_the_launchers_environment(monkeypatch):
     from reshard.refit.connect import _from_environment
 
