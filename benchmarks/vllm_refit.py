@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from vllm_ways import PLUGIN, WAYS, train
 
 import reshard
 from reshard.demo.checkpoint import cache_folder, packaged_checkpoint
+from reshard.testing.ports import free_port
 from reshard.testing.processes import ProcessPool
 
 if TYPE_CHECKING:
@@ -53,9 +53,7 @@ SMOKE = {
 @contextmanager
 def served(model: Path, tp: int, log: Path) -> Iterator[str]:
     """A vLLM server of a model, which ends with the block; its URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--tensor-parallel-size", str(tp), "--dtype", "bfloat16"]
     command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--max-model-len", "128"]

@@ -20,6 +20,7 @@ from click.testing import CliRunner
 
 import reshard
 from reshard.cli.main import main
+from reshard.testing.ports import free_port
 from reshard.testing.processes import ProcessPool
 
 ROOT = Path(__file__).parents[1]
@@ -70,12 +71,8 @@ def names(paths):
 
 def as_torchrun(context, source, name):
     """Run a script as this rank, with the variables that torchrun would set."""
-    if context.rank == 0:  # a free port, from the system, for the group that the script makes
-        import socket
-
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            context.store.set("port", str(free.getsockname()[1]))
+    if context.rank == 0:  # for the group that the script makes
+        context.store.set("port", str(free_port()))
     port = context.store.get("port").decode()
     variables = {"RANK": context.rank, "WORLD_SIZE": context.size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in variables.items()})

@@ -6,7 +6,6 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,18 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from reshard.testing.ports import free_port
+
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples" / "sessions"
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for one in sockets:
-        one.bind(("127.0.0.1", 0))
-    ports = [one.getsockname()[1] for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
 
 
 @contextlib.contextmanager
@@ -72,7 +63,7 @@ def torchrun(script, port, address):
 
 @pytest.mark.parametrize("first", ["trainer.py", "engine.py"])
 def test_two_torchruns_meet_whichever_is_first(first):
-    ports = free_ports(3)
+    ports = [free_port() for _ in range(3)]
     scripts = sorted(["trainer.py", "engine.py"], key=lambda script: script != first)
     commands = [torchrun(script, port, f"127.0.0.1:{ports[2]}") for script, port in zip(scripts, ports, strict=False)]
     with started(*commands) as processes:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import time
 from datetime import timedelta
 from unittest import mock
@@ -26,6 +25,7 @@ from reshard.refit.compiled import CompiledRefit
 from reshard.refit.journal import KEPT, Journal
 from reshard.refit.machine import State
 from reshard.refit.timeline import to_perfetto
+from reshard.testing.ports import free_port
 from reshard.testing.processes import Died, ProcessPool
 from reshard.transports.shm import ShmTransport
 
@@ -286,10 +286,7 @@ def _host_dies(ctx, port, host, command):
 )
 def test_when_the_stores_host_is_killed_all_are_told_and_go_on_once_it_is_served_again(pool, host, command):
     """A refit that needs the store no more may complete; nobody serves a mix of versions."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    results = pool.run(_host_dies, port, host, command, timeout=60, may_die={host})
+    results = pool.run(_host_dies, free_port(), host, command, timeout=60, may_die={host})
     assert isinstance(results[host], Died)
     told = [results[rank] for rank in range(4) if rank != host]
     for seen in told:

@@ -7,7 +7,6 @@ import http.client
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,8 @@ from pathlib import Path
 from tests.vllm.engines import PROMPTS as ANSWERED
 from tests.vllm.engines import TOKENS as ANSWER_TOKENS
 from tests.vllm.engines import wait_for_end_of
+
+from reshard.testing.ports import free_port
 
 BLOCK = 32
 """Tokens of one block of the prefix cache."""
@@ -36,9 +37,7 @@ class Server:
     """One server of the OpenAI kind, with no tokenizer: it is asked in tokens."""
 
     def __init__(self, folder, log, *, tp=1, load_format="dummy", dev_mode=True, backend="reshard", dp=1, more=()):
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        self.port = free_port()
         self.tp, self.url, self.log = tp, f"http://127.0.0.1:{self.port}", log
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
         command += [

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +13,8 @@ import pytest
 from tests.vllm.engines import wait_for_end_of
 from tests.vllm.servers import members_of
 
+from reshard.testing.ports import free_port
+
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +22,8 @@ EXAMPLE = ROOT / "examples" / "vllm_refit.py"
 
 
 def test_a_server_says_what_the_trainer_has_learned():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
     paths = [str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PORT": port}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PORT": str(free_port())}
     command = [sys.executable, str(EXAMPLE)]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True

@@ -17,7 +17,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -38,6 +37,7 @@ from reshard.errors import EnvironmentNotSupported, VerifyError
 from reshard.layouts.manifest import Manifest
 from reshard.refit.connect import connect
 from reshard.refit.store import serve_store
+from reshard.testing.ports import free_port
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -129,7 +129,7 @@ def run(
         common += ["--look-at", *map(str, look_at), *(["--backward"] if backward else [])]
         me = ["-m", "reshard.testing.endurance"]
         torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(EXPECT[TRAINER])]
-        torchrun += ["--master-port", str(_free_port())]
+        torchrun += ["--master-port", str(free_port())]
         commands = [[sys.executable, *torchrun, *me, TRAINER, *common]]
         for world, size in ENGINES.items():
             commands += [[sys.executable, *me, world, *common, "--rank", str(rank)] for rank in range(size)]
@@ -170,13 +170,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(10)
-
-
-def _free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _read(file: Path) -> Told:
