@@ -18,7 +18,7 @@ import torch.distributed as dist
 from tests.refit.sessions import Rank, error_of, ranks_of
 
 import reshard
-from reshard.errors import MembershipError, RefitTimeout, ReshardError, TransportError
+from reshard.errors import ConfigError, MembershipError, RefitTimeout, ReshardError, TransportError
 from reshard.refit import events, last_events, runner
 from reshard.refit.commands import AWAITED, Command
 from reshard.refit.compiled import CompiledRefit
@@ -224,6 +224,18 @@ def test_MF_03_a_replica_that_was_killed_and_restarted_catches_up_while_the_othe
     assert [epochs[rank] for rank in (0, 1, 3, SPARE)] == [2] * 4
 
 
+def _served_again(port):
+    """A store at a port whose process was killed; it has the port until the system has cleared it away."""
+    expiry = time.monotonic() + 10
+    while True:
+        try:
+            return reshard.serve_store(port=port)
+        except ConfigError:
+            if time.monotonic() > expiry:
+                raise
+            time.sleep(0.05)
+
+
 def _host_dies(ctx, port, host, command):
     """Who serves the store, a member or not, is killed as the last survivor is about to carry out a command."""
     torch.set_num_threads(1)
@@ -235,7 +247,7 @@ def _host_dies(ctx, port, host, command):
         ctx.store.set("host", str(os.getpid()))
     if ctx.rank == SPARE:  # it serves again, as a member if the host was one
         wait_for(ctx, *told_all, *(["never"] if host == SPARE else []))
-        with reshard.serve_store(port=port):
+        with _served_again(port):
             me = Rank(*ranks_of(EXPECT, host), 2)
             session = me.connect(address, EXPECT, timeout=LONG)
             me.train(3)
@@ -258,7 +270,7 @@ def _host_dies(ctx, port, host, command):
         told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
     tell(ctx, f"told {ctx.rank}")
     wait_for(ctx, *told_all)
-    served += [reshard.serve_store(port=port)] if host == SPARE and ctx.rank == 0 else []
+    served += [_served_again(port)] if host == SPARE and ctx.rank == 0 else []
     me.train(3)
     if told["error"] == "NoneType":  # it completed without the store, and hears of it now
         late = error_of(lambda: session.refit(3, timeout=LONG))
