@@ -84,7 +84,7 @@ def _bounded(ctx, transport, limit):
 
 @pytest.mark.parametrize("limit", [1 * MIB, 2 * MIB, 8 * MIB])
 def test_MB_01_staging_stays_within_its_limit_on_both_sides(pool, transport, limit):
-    slack = 6 * MIB  # of a process's resident memory: Python, its threads, sockets; a rank's 8 MiB of weights would show
+    slack = 6 * MIB  # Python's own memory, its threads and sockets; a rank's 8 MiB of weights would show
     for held, allocated, grown, promised in pool.run(_bounded, transport, limit, ranks=4):
         assert held <= limit + UNIT_NBYTES
         assert promised <= limit + UNIT_NBYTES
