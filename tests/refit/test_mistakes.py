@@ -302,12 +302,18 @@ def test_a_hook_that_takes_longer_than_the_call_fails_the_refit_on_all_ranks_and
     run(PAIR, body)
 
 
-def _forked(ctx, address):
+def _refitted_once(ctx, address):
+    """The session of a trainer, rank 0, or of its engine, after version 1; and what this rank holds."""
     role = "destination" if ctx.rank else "source"
     session = reshard.connect(address, role=role, world=("trainer", "gen0")[ctx.rank], rank=0, expect=PAIR)
     weight = torch.full((4,), 0.0 if ctx.rank else 2.0)
     (session.accept if ctx.rank else session.offer)({"w": weight})
     session.refit(1)
+    return session, weight
+
+
+def _forked(ctx, address):
+    session, weight = _refitted_once(ctx, address)
     child = os.fork()
     if child == 0:
         error = error_of(lambda: session.refit(2, timeout=SOON))
@@ -318,11 +324,7 @@ def _forked(ctx, address):
 
 
 def _interrupted(ctx, address):
-    role = "destination" if ctx.rank else "source"
-    session = reshard.connect(address, role=role, world=("trainer", "gen0")[ctx.rank], rank=0, expect=PAIR)
-    weight = torch.full((4,), 0.0 if ctx.rank else 2.0)
-    (session.accept if ctx.rank else session.offer)({"w": weight})
-    session.refit(1)
+    session, weight = _refitted_once(ctx, address)
     if ctx.rank:
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a worker of the pool has it
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
