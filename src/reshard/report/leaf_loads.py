@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from reshard.report.port_loads import Load, PortLoads, busiest_columns, spans_of
-from reshard.units import count, format_nbytes, format_seconds
+from reshard.report.port_loads import PortLoads, Timed, spans_of, timed_chart
+from reshard.units import count
 
 if TYPE_CHECKING:
     from reshard.plan.plan import Plan
@@ -33,27 +33,24 @@ def leaf_loads(plan: Plan) -> LeafLoads | None:
     crossing, blocking = sum(up), topology.is_blocking
     if not crossing:
         return LeafLoads(None, 0, blocking)
-    seconds = [
-        (up[at] / leaf.up_bytes_per_second, down[at] / leaf.down_bytes_per_second)
+    timed = [
+        Timed(
+            leaf.name,
+            count(len(leaf.ports), "port"),
+            up[at],
+            up[at] / leaf.up_bytes_per_second,
+            down[at],
+            down[at] / leaf.down_bytes_per_second,
+        )
         for at, leaf in enumerate(topology.leaves)
     ]
-    bound = float(plan.bound.spine_seconds if blocking else plan.bound.seconds)
-    top = max([bound, *(value for pair in seconds for value in pair)])
     ranks_at = [[rank for at in leaf.ports for rank in topology.ports[at].ranks] for leaf in topology.leaves]
     used = [at for at, ranks in enumerate(ranks_at) if any(rank < plan.size for rank in ranks)]
-    kept, left_out = busiest_columns(used, [max(pair) for pair in seconds])
-    loads = []
-    for at in kept:
-        leaf, (rises, falls) = topology.leaves[at], seconds[at]
-        title = (
-            f"{leaf.name} ({count(len(leaf.ports), 'port')})\n"
-            f"up to the spine {format_nbytes(up[at])}, {format_seconds(rises)}\n"
-            f"down from it {format_nbytes(down[at])}, {format_seconds(falls)}"
-        )
-        loads.append(Load(leaf.name.rpartition("/")[2], up[at], down[at], rises / top, falls / top, title))
+    bound = float(plan.bound.spine_seconds if blocking else plan.bound.seconds)
+    chart, kept = timed_chart(timed, used, bound, unit="leaf", ways=("up to the spine", "down from it"))
+    loads = [replace(load, name=load.name.rpartition("/")[2]) for load in chart.loads]
     groups = [topology.leaves[at].name.rpartition("/")[0] for at in kept]
-    spans = spans_of(groups) if all(groups) else ()
-    chart = PortLoads(tuple(loads), spans, "leaf", bound / top, format_seconds(top), left_out)
+    chart = replace(chart, loads=tuple(loads), spans=spans_of(groups) if all(groups) else ())
     return LeafLoads(chart, crossing, blocking)
 
 

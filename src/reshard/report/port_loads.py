@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from reshard.report.ranks import short_ranks
@@ -76,31 +76,26 @@ def _of_ports(plan: Plan) -> PortLoads | None:
         if topology.domain_of(a) != topology.domain_of(b):
             out[topology.port_of(topology.sends_for(a, b))] += nbytes
             into[topology.port_of(b)] += nbytes
-    seconds = [
-        (out[at] / port.out_bytes_per_second, into[at] / port.in_bytes_per_second)
+    used = [at for at, port in enumerate(topology.ports) if any(rank < plan.size for rank in port.ranks)]
+    if not used or not any(out):
+        return None
+    timed = [
+        Timed(
+            port.name,
+            short_ranks(plan, port.ranks),
+            out[at],
+            out[at] / port.out_bytes_per_second,
+            into[at],
+            into[at] / port.in_bytes_per_second,
+        )
         for at, port in enumerate(topology.ports)
     ]
-    bound = float(plan.bound.seconds)
-    top = max([bound, *(value for pair in seconds for value in pair)])
-    used = [at for at, port in enumerate(topology.ports) if any(rank < plan.size for rank in port.ranks)]
-    if not top or not used:
-        return None
-    kept, left_out = busiest_columns(used, [max(pair) for pair in seconds])
-    loads = []
-    for at in kept:
-        port, (sends, takes) = topology.ports[at], seconds[at]
-        title = (
-            f"{port.name} ({short_ranks(plan, port.ranks)})\n"
-            f"out {format_nbytes(out[at])}, {format_seconds(sends)}\n"
-            f"in {format_nbytes(into[at])}, {format_seconds(takes)}"
-        )
-        loads.append(Load(port.name, out[at], into[at], sends / top, takes / top, title))
+    chart, kept = timed_chart(timed, used, float(plan.bound.seconds), unit="port", ways=("out", "in"))
     homes = [topology.domains[topology.domain_of(topology.ports[at].ranks[0])].name for at in kept]
-    if homes == [load.name for load in loads]:  # one port a host, called like the host
-        return PortLoads(tuple(loads), (), "port", bound / top, format_seconds(top), left_out)
+    if homes == [load.name for load in chart.loads]:  # one port a host, called like the host
+        return chart
     prefix = _common_prefix(homes)
-    spans = spans_of([home.removeprefix(prefix) for home in homes])
-    return PortLoads(tuple(loads), spans, "port", bound / top, format_seconds(top), left_out, prefix)
+    return replace(chart, spans=spans_of([home.removeprefix(prefix) for home in homes]), prefix=prefix)
 
 
 def _of_ranks(plan: Plan) -> PortLoads | None:
@@ -108,9 +103,7 @@ def _of_ranks(plan: Plan) -> PortLoads | None:
     top = max([*sent.values(), *received.values()], default=0)
     if not top:
         return None
-    kept, left_out = busiest_columns(
-        range(plan.size), [max(sent.get(r, 0), received.get(r, 0)) for r in range(plan.size)]
-    )
+    kept, left_out = _busiest(range(plan.size), [max(sent.get(r, 0), received.get(r, 0)) for r in range(plan.size)])
     loads = []
     for rank in kept:
         out, into = sent.get(rank, 0), received.get(rank, 0)
@@ -122,7 +115,47 @@ def _of_ranks(plan: Plan) -> PortLoads | None:
     return PortLoads(tuple(loads), spans, "rank", 0.0, format_nbytes(top), left_out)
 
 
-def busiest_columns(columns: Sequence[int], weight: Sequence[float]) -> tuple[list[int], int]:
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """What goes out of a port or a leaf switch and into it, in bytes and in seconds at its rates."""
+
+    name: str
+    what: str
+    """It is, in a few words."""
+
+    out_nbytes: int
+    out_seconds: float
+    in_nbytes: int
+    in_seconds: float
+
+
+def timed_chart(
+    timed: Sequence[Timed], used: Sequence[int], bound: float, *, unit: str, ways: tuple[str, str]
+) -> tuple[PortLoads, list[int]]:
+    """A chart as high as the slowest column or the bound, without spans, and which columns it has.
+
+    Args:
+        timed: All that could be a column; something goes out of one at least.
+        used: Which of them to draw, if there is room.
+        bound: Seconds, where the line is drawn.
+        unit: What a column stands for.
+        ways: Words for what goes out and what comes in.
+    """
+    top = max([bound, *(seconds for one in timed for seconds in (one.out_seconds, one.in_seconds))])
+    kept, left_out = _busiest(used, [max(one.out_seconds, one.in_seconds) for one in timed])
+    loads = []
+    for one in (timed[at] for at in kept):
+        title = (
+            f"{one.name} ({one.what})\n"
+            f"{ways[0]} {format_nbytes(one.out_nbytes)}, {format_seconds(one.out_seconds)}\n"
+            f"{ways[1]} {format_nbytes(one.in_nbytes)}, {format_seconds(one.in_seconds)}"
+        )
+        shares = one.out_seconds / top, one.in_seconds / top
+        loads.append(Load(one.name, one.out_nbytes, one.in_nbytes, *shares, title))
+    return PortLoads(tuple(loads), (), unit, bound / top, format_seconds(top), left_out), kept
+
+
+def _busiest(columns: Sequence[int], weight: Sequence[float]) -> tuple[list[int], int]:
     """At most as many columns as can be told apart, in their own order."""
     kept = sorted(columns, key=lambda at: (-weight[at], at))[:_MOST_COLUMNS]
     return sorted(kept), len(columns) - len(kept)
