@@ -2,8 +2,9 @@
 
 Run ``python benchmarks/simulator_vs_reality.py`` on a machine that does nothing else (``--calibration FILE...`` reads
 earlier calibrations). Nothing is fitted: the calibration measures copies, messages and one link, of other sizes and
-of another rate than the rows have; it is launched five times, and the medians count. A row counts as bound by a link
-where its busiest link needs longer than the processor seconds that were measured need on all cores, else by the
+of another rate than the rows have; it is launched twice before, between and after the two benchmarks, since a machine
+is not always as fast, and the medians count. A row counts as bound by a link where its busiest link needs longer than
+the processor seconds that were measured need on all cores, else by the
 processor; the aim is 15 % for the first and 30 % for the second kind. Prints one JSON document, and the table as
 Markdown on stderr; ``--write`` puts the table with what was measured into ``docs/simulator.md``. ``--measured FILE``
 reads such a document and predicts its rows anew.
@@ -29,7 +30,7 @@ from reshard.bench.local import run_local
 from reshard.simulate.calibration import Calibration
 from reshard.units import format_nbytes, parse_nbytes, parse_rate
 
-CALIBRATIONS = 5
+CALIBRATIONS = 2
 AIMS = {"link": 0.15, "processor": 0.30}
 DOCS = Path(__file__).parents[1] / "docs" / "simulator.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
@@ -69,6 +70,23 @@ class Row:
     def to_json(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in self.__dataclass_fields__}
         return own | {"difference": self.difference, "is_within": self.is_within}
+
+
+def measured_now(sizes: Sizes, only: str | None, told: list[Calibration]) -> tuple[list[Row], Calibration]:
+    """Run the benchmarks, and calibrate before and after each of them unless calibrations are ``told``."""
+
+    def calibrated() -> list[Calibration]:
+        return [] if told else [calibrate(_say) for _ in range(CALIBRATIONS)]
+
+    rows, found = [], told + calibrated()
+    machine = Calibration.median_of(found)
+    if only != "cluster":
+        rows += local_rows(machine, sizes.size, sizes.repeat)
+        found += calibrated()
+    if only != "local":
+        rows += cluster_rows(machine, sizes.rate, parse_nbytes(sizes.nbytes), sizes.cluster_repeat)
+        found += calibrated()
+    return rows, Calibration.median_of(found)
 
 
 def local_rows(machine: Calibration, size: int, repeat: int) -> list[Row]:
@@ -178,7 +196,7 @@ def main() -> None:
     usual = Sizes()
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument(
-        "--calibration", type=Path, nargs="+", help="take the medians of these instead of measuring some"
+        "--calibration", type=Path, nargs="+", default=[], help="take the medians of these instead of measuring some"
     )
     options.add_argument("--measured", type=Path, help="predict the rows of an earlier run, and measure nothing")
     options.add_argument("--write", action="store_true", help="put the table into docs/simulator.md")
@@ -192,23 +210,13 @@ def main() -> None:
     options.add_argument("--only", choices=("local", "cluster"), help="one of the two benchmarks")
     asked = options.parse_args()
     sizes = Sizes(asked.size, asked.repeat, asked.rate, asked.nbytes, asked.cluster_repeat)
+    told = [Calibration.from_json(json.loads(file.read_text("utf-8"))) for file in asked.calibration]
     if asked.measured is not None:
-        rows, sizes, machine = measured_before(asked.measured)
-    if asked.calibration is not None:
-        told = [Calibration.from_json(json.loads(file.read_text("utf-8"))) for file in asked.calibration]
-        machine = Calibration.median_of(told)
-    elif asked.measured is None:
-        machine = Calibration.median_of([calibrate(_say) for _ in range(CALIBRATIONS)])
-        _say(json.dumps(machine.to_json()))
-    if asked.measured is not None:
-        rows = predicted_anew(rows, sizes, machine)
+        rows, sizes, before = measured_before(asked.measured)
+        machine = Calibration.median_of(told or [before])
     else:
-        rows = []
-        if asked.only != "cluster":
-            rows += local_rows(machine, sizes.size, sizes.repeat)
-            _say(table(rows))
-        if asked.only != "local":
-            rows += cluster_rows(machine, sizes.rate, parse_nbytes(sizes.nbytes), sizes.cluster_repeat)
+        rows, machine = measured_now(sizes, asked.only, told)
+    rows = predicted_anew(rows, sizes, machine)
     print(
         json.dumps(
             {

@@ -60,6 +60,8 @@ def test_calibrating_measures_this_machine_and_reads_back_equal():
     assert Calibration.from_json(found.to_json()) == found
     for rate in (found.copy, found.strided, found.warm, found.staging, found.fresh, found.sum, found.copy_alone):
         assert 1e8 < rate < 1e12
+    assert found.strided_runs.at(6144) == found.strided
+    assert all(1e8 < rate < 1e12 for _, rate in (*found.strided_runs.measured, *found.lent_runs.measured))
     assert 0 < found.loopback.send < 1e-7
     assert 0 < found.memory.message_seconds < 1e-2
     assert 0.5 < found.link_efficiency <= 1.01

@@ -11,8 +11,9 @@ from reshard.layouts.mesh import Mesh
 from reshard.plan.plan import plan_refit
 from reshard.schedule.schedule import plan_schedule
 from reshard.simulate.calibration import Calibration, SocketCosts
-from reshard.simulate.copies import is_run
+from reshard.simulate.copies import run_numel
 from reshard.simulate.costs import Costs, CpuCosts
+from reshard.simulate.run_rates import RunRates
 from reshard.simulate.simulator import simulate
 from reshard.topology.presets import hosts
 from reshard.topology.topology import ONE_HOST
@@ -36,6 +37,8 @@ MACHINE = Calibration(
     network=SocketCosts(4e-10, 8e-10, 3e-5, 2e-4),
     link_efficiency=0.94,
     sizes="none of a row",
+    strided_runs=RunRates(((1 << 10, 5e9), (1 << 14, 7e9))),
+    lent_runs=RunRates(((1 << 10, 4e9), (1 << 24, 7e9))),
 )
 
 
@@ -88,27 +91,59 @@ def test_bytes_between_hosts_take_cores_and_the_link_whichever_is_slower():
 @pytest.mark.parametrize(
     ("piece", "box", "run"),
     [
-        (Box((0, 0), (4, 8)), Box((1, 0), (3, 8)), True),  # whole rows
-        (Box((0, 0), (4, 8)), Box((1, 2), (2, 5)), True),  # a part of one row
-        (Box((0, 0), (4, 8)), Box((1, 2), (3, 5)), False),  # parts of two rows
-        (Box((0, 0, 0), (2, 4, 8)), Box((1, 1, 0), (2, 3, 8)), True),  # rows of one matrix
-        (Box((0, 0, 0), (2, 4, 8)), Box((0, 1, 0), (2, 3, 8)), False),  # rows of two
-        (Box((), ()), Box((), ()), True),  # a scalar
+        (Box((0, 0), (4, 8)), Box((1, 0), (3, 8)), 16),  # whole rows
+        (Box((0, 0), (4, 8)), Box((1, 2), (2, 5)), 3),  # a part of one row
+        (Box((0, 0), (4, 8)), Box((1, 2), (3, 5)), 3),  # parts of two rows
+        (Box((0, 0, 0), (2, 4, 8)), Box((1, 1, 0), (2, 3, 8)), 16),  # rows of one matrix
+        (Box((0, 0, 0), (2, 4, 8)), Box((0, 1, 0), (2, 3, 8)), 16),  # rows of two
+        (Box((), ()), Box((), ()), 1),  # a scalar
     ],
 )
-def test_a_box_is_one_run_where_only_its_first_long_dim_is_cut(piece, box, run):
-    assert is_run(piece, box) is run
+def test_runs_of_a_box_are_as_long_as_its_last_dims_that_are_whole_and_one_more(piece, box, run):
+    assert run_numel(piece, box) == run
+
+
+def with_runs(**rates):
+    return dataclasses.replace(COSTS, cpu=dataclasses.replace(CPU, **rates))
+
+
+def test_out_of_lent_memory_short_runs_are_copied_at_their_own_rate():
+    # columns of 16 bytes; whole rows are one run of 1 KiB
+    costs = with_runs(lent=RunRates(((16, KIB / 2), (KIB, KIB))))
+    trace = simulate(schedule(columns=True), ONE_HOST, costs, reads_in_place=True)
+    assert kinds(trace) == [("copy", 1, 1.0), ("copy", 2, 1.0)]
+    trace = simulate(schedule(columns=False), ONE_HOST, costs, reads_in_place=True)
+    assert kinds(trace) == [("copy", 1, 1.0)]
+
+
+def test_the_rate_of_runs_lies_between_those_of_the_nearest_lengths_that_were_measured():
+    costs = with_runs(strided=RunRates(((64, 1 * KIB), (KIB, 4 * KIB))))
+    seconds = {run: costs.copy_seconds(KIB, "strided", run_nbytes=run) for run in (1, 64, 256, KIB, 2 * KIB, 0)}
+    assert seconds == {1: 1.0, 64: 1.0, 256: pytest.approx(0.625), KIB: 0.25, 2 * KIB: 0.25, 0: 1.0}
+    assert COSTS.copy_seconds(KIB, "lent", run_nbytes=64) == COSTS.copy_seconds(KIB, "strided")
+    assert COSTS.copy_seconds(KIB, "lent") == COSTS.copy_seconds(KIB)
+
+
+@pytest.mark.parametrize("wrong", [(), ((64, 1.0), (64, 2.0)), ((0, 1.0),), ((64, 0.0),), ((64, float("nan")),)])
+def test_rates_of_runs_that_cannot_be_are_refused(wrong):
+    with pytest.raises(ConfigError, match="ascending"):
+        RunRates(wrong)
 
 
 def test_a_calibration_reads_back_equal_and_gives_costs_by_transport():
     assert Calibration.from_json(MACHINE.to_json()) == MACHINE
     without = dataclasses.replace(MACHINE, network=None)
     assert Calibration.from_json(without.to_json()) == without
+    older = MACHINE.to_json()
+    del older["strided_runs"], older["lent_runs"]
+    assert Calibration.from_json(older) == dataclasses.replace(MACHINE, strided_runs=None, lent_runs=None)
     gloo, shm = MACHINE.costs("gloo"), MACHINE.costs("shm")
     assert (gloo.cpu.local_send, shm.cpu.local_send) == (3e-10, 0.0)
     assert (gloo.cpu.stages_runs, shm.cpu.stages_runs) == (False, True)
     assert gloo.cpu.network_receive == shm.cpu.network_receive == 8e-10
     assert gloo.copy_seconds(10**9, "fresh") == pytest.approx(0.5, rel=1e-3)
+    assert gloo.copy_seconds(10**9, "strided", run_nbytes=1 << 10) == pytest.approx(0.2, rel=1e-3)
+    assert shm.copy_seconds(10**9, "lent", run_nbytes=1 << 10) == pytest.approx(0.25, rel=1e-3)
 
 
 def test_of_several_calibrations_the_median_of_each_number_counts():
@@ -118,6 +153,8 @@ def test_of_several_calibrations_the_median_of_each_number_counts():
     found = Calibration.median_of([few, many, some])
     assert found == dataclasses.replace(MACHINE, copy=3.0, loopback=SocketCosts(3.0, 10.0, 20.0, 4.0))
     assert Calibration.median_of([few]) == few
+    slow, fast = (dataclasses.replace(MACHINE, lent_runs=RunRates(((64, rate),))) for rate in (1e9, 3e9))
+    assert Calibration.median_of([slow, fast]).lent_runs == RunRates(((64, 2e9),))
 
 
 def test_what_is_no_calibration_is_refused():
@@ -127,6 +164,8 @@ def test_what_is_no_calibration_is_refused():
     del lacking["warm"]
     with pytest.raises(ConfigError, match="'warm'"):
         Calibration.from_json(lacking)
+    with pytest.raises(ConfigError, match="Measure it again"):
+        Calibration.from_json(MACHINE.to_json() | {"lent_runs": [64, 1e9]})
 
 
 @pytest.mark.parametrize("wrong", [{"cores": 0}, {"cores": 2, "box_seconds": -1}, {"cores": 2, "local_send": 1e999}])

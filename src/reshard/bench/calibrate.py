@@ -25,8 +25,10 @@ from reshard.layouts.bound import BoundPiece, binding_of
 from reshard.layouts.box import Box
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.simulate.calibration import Calibration, SocketCosts
+from reshard.simulate.run_rates import RunRates
 from reshard.testing.hosts import Cluster, hear, parse_rate, supported
 from reshard.transports.base import Deadline
+from reshard.transports.mapped import enter_pages
 from reshard.transports.shm import ShmTransport, share_memory_
 from reshard.transports.verify import VERIFY, box_sum
 from reshard.transports.views import BoundMemory, copy_all
@@ -38,16 +40,17 @@ if TYPE_CHECKING:
 
 _ENDS = 2
 _COLD_NBYTES = 80 << 20
-_RUNS_NBYTES = (1536, 6144, 24576)
+_RUNS_NBYTES = (384, 1536, 6144, 24576)
 _SLOT_NBYTES = 5 << 19
 _WARM_NBYTES = 5 << 20
-_OTHER_NBYTES = 320 << 20
+_OTHER_NBYTES = 640 << 20
 _MESSAGE_NBYTES = 5 << 19
 _SMALL_NBYTES, _SMALL_MESSAGES = 512, 1500
-_BOXES = 3000
+_BOXES, _BOX_NBYTES, _BOX_APART_NBYTES = 3000, 64, 24 << 10
+_MIDDLE_RUN_NBYTES = 6144
 _LINK_RATE, _LINK_NBYTES, _LINK_MESSAGE_NBYTES = "1Gbit", 60 << 20, 3 << 18
 _TIMEOUT = timedelta(seconds=120)
-_SIZES = "copies of 80 MiB in one run and in runs of 1.5, 6 and 24 KiB, buckets of 2.5 MiB, links of 1 Gbit/s"
+_SIZES = "copies of 80 MiB in one run and in runs of 384 B and 1.5, 6 and 24 KiB, buckets of 2.5 MiB, links of 1 Gbit/s"
 
 
 def calibrate(progress: Callable[[str], None] = lambda _: None, *, repeat: int = 7) -> Calibration:
@@ -58,15 +61,18 @@ def calibrate(progress: Callable[[str], None] = lambda _: None, *, repeat: int =
         repeat: Of how many runs of a copy the median counts.
 
     Raises:
-        EnvironmentNotSupported: This system has no shared memory of the kind the library uses.
+        EnvironmentNotSupported: This system has no shared memory of the kind the library uses, or less than 165 MiB.
         RefitTimeout: The processes were not done in time.
     """
     progress("measuring copies, shared memory and loopback")
     slots = torch.zeros(2 * _SLOT_NBYTES, dtype=torch.uint8)
-    share_memory_([slots])
+    lent = tuple(torch.zeros(_COLD_NBYTES, dtype=torch.uint8) for _ in range(_ENDS))
+    share_memory_([slots, *lent])
     store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
     tokens = Tokens(multiprocessing.get_context("spawn"), _ENDS, _TIMEOUT.total_seconds())
-    jobs = [Job(f"rank {at}", _local_main, (at, store.host, store.port, tokens, slots, repeat)) for at in range(_ENDS)]
+    jobs = [
+        Job(f"rank {at}", _local_main, (at, store.host, store.port, tokens, slots, lent, repeat)) for at in range(_ENDS)
+    ]
     told = run_jobs(jobs, timeout=600.0, progress=progress)
     both = {name: sum(end[name] for end in told) / _ENDS for name in told[0]}
     network, efficiency = None, 1.0
@@ -77,7 +83,7 @@ def calibrate(progress: Callable[[str], None] = lambda _: None, *, repeat: int =
         cores=os.cpu_count() or 1,
         copy_alone=told[0]["copy_alone"],
         copy=both["copy"],
-        strided=both["strided"],
+        strided=both[f"strided {_MIDDLE_RUN_NBYTES}"],
         warm=both["warm"],
         staging=both["staging"],
         fresh=both["fresh"],
@@ -89,6 +95,8 @@ def calibrate(progress: Callable[[str], None] = lambda _: None, *, repeat: int =
         network=network,
         link_efficiency=efficiency,
         sizes=_SIZES,
+        strided_runs=RunRates(tuple((run, both[f"strided {run}"]) for run in _RUNS_NBYTES)),
+        lent_runs=RunRates(tuple((run, both[f"lent {run}"]) for run in (*_RUNS_NBYTES, _COLD_NBYTES))),
     )
 
 
@@ -121,13 +129,22 @@ class _End:
 
 
 def _local_main(
-    say: Callable[..., None], rank: int, host: str, port: int, tokens: Tokens, slots: torch.Tensor, repeat: int
+    say: Callable[..., None],
+    rank: int,
+    host: str,
+    port: int,
+    tokens: Tokens,
+    slots: torch.Tensor,
+    lent: tuple[torch.Tensor, ...],
+    repeat: int,
 ) -> dict[str, float]:
     torch.set_num_threads(1)
     end = _End(rank, tokens, torch.zeros(_OTHER_NBYTES, dtype=torch.uint8), repeat)
     store = dist.TCPStore(host, port, None, is_master=False, timeout=_TIMEOUT, wait_for_workers=False)
     say("copying", aloud=rank == 0)
-    found = _copies(end)
+    lent[rank].fill_(1)
+    tokens.meet(rank)
+    found = _copies(end, lent[1 - rank])
     found["staging"] = _staging(end, slots)
     say("summing")
     found |= _sums(end)
@@ -142,38 +159,46 @@ def _local_main(
     return found
 
 
-def _copies(end: _End) -> dict[str, float]:
+def _copies(end: _End, lent: torch.Tensor) -> dict[str, float]:
+    """Of private memory, and out of what the other end has filled and lent."""
     source, target = (torch.ones(_COLD_NBYTES, dtype=torch.uint8) for _ in range(2))
+    enter_pages(lent)
     found = {
         "copy": _COLD_NBYTES / end.cpu_seconds(lambda: target.copy_(source)),
         "copy_alone": _COLD_NBYTES / max(end.cpu_seconds(lambda: target.copy_(source), alone=True), 1e-9),
+        f"lent {_COLD_NBYTES}": _COLD_NBYTES / end.cpu_seconds(lambda: target.copy_(lent)),
         "fresh": _COLD_NBYTES / end.cpu_seconds(source.clone),
     }
-    seconds = []
-    for run in _RUNS_NBYTES:  # every fourth run of the source, as a rank of four takes its columns
+    for run in _RUNS_NBYTES:  # every fourth run of the memory, as a rank of four takes its columns
         rows = _COLD_NBYTES // (4 * run)
-        columns = source[: rows * 4 * run].view(torch.int16).view(rows, 2 * run)[:, : run // 2]
         landing = target.view(torch.int16)[: rows * run // 2].view(rows, run // 2)
-        seconds.append(end.cpu_seconds(lambda to=landing, of=columns: to.copy_(of)) / (rows * run))  # type: ignore[misc]
-    found["strided"] = 1 / median(seconds)
+        for name, memory in (("strided", source), ("lent", lent)):
+            columns = memory[: rows * 4 * run].view(torch.int16).view(rows, 2 * run)[:, : run // 2]
+            seconds = end.cpu_seconds(lambda to=landing, of=columns: to.copy_(of))  # type: ignore[misc]
+            found[f"{name} {run}"] = rows * run / seconds
     buffer = torch.ones(_WARM_NBYTES, dtype=torch.uint8)
-    parts = list(torch.split(source, _WARM_NBYTES))
+    parts, landed = (torch.split(memory, _WARM_NBYTES) for memory in (lent, target))
 
     def through_a_buffer() -> None:
-        for part in parts:
+        for part, place in zip(parts, landed, strict=True):
             buffer.copy_(part)
-            part.copy_(buffer)
+            place.copy_(buffer)
 
     found["warm"] = 2 * len(parts) * _WARM_NBYTES / end.cpu_seconds(through_a_buffer)
-    small = list(source[: _BOXES * 64].view(_BOXES, 64).unbind())
-    landed = list(target[: _BOXES * 64].view(_BOXES, 64).unbind())
-    found["box_seconds"] = end.cpu_seconds(lambda: copy_all(landed, small)) / _BOXES
+    small, places = _boxes_of(lent), _boxes_of(target)
+    found["box_seconds"] = end.cpu_seconds(lambda: copy_all(places, small)) / _BOXES
     return found
+
+
+def _boxes_of(memory: torch.Tensor) -> list[torch.Tensor]:
+    """Small boxes, each on a page of its own, as tensors are that have been made one after the other."""
+    apart = memory[: _BOXES * _BOX_APART_NBYTES].view(_BOXES, _BOX_APART_NBYTES)
+    return list(apart[:, :_BOX_NBYTES].unbind())
 
 
 def _staging(end: _End, slots: torch.Tensor) -> float:
     """Bytes a second into one of two shared slots by one process, and out of it by the other, taken together."""
-    run = _RUNS_NBYTES[1]
+    run = _MIDDLE_RUN_NBYTES
     rows = _SLOT_NBYTES // run
     memory = torch.ones(_COLD_NBYTES, dtype=torch.uint8)
     count = _COLD_NBYTES // (4 * rows * run)

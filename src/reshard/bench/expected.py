@@ -174,6 +174,7 @@ class _Usual:
         step = rows if chunk_nbytes is None else min(rows, max(1, chunk_nbytes // row_nbytes))
         self._chunks = [(min(rows, at + step) - at) * row_nbytes for at in range(0, rows, step)]
         self._tp = case.tp
+        self._run_nbytes = _run_nbytes(case)
         self._depth = min(_UNDER_WAY, len(self._chunks))
 
     def seconds(self, form: str) -> float:
@@ -194,7 +195,7 @@ class _Usual:
                 has = groups[root if form == "own_shards" else 0].broadcast(nbytes, after)
                 sent.append(has[root])
                 for rank in DESTINATION_RANKS:
-                    seconds = self._costs.copy_seconds(nbytes // self._tp, "strided")
+                    seconds = self._costs.copy_seconds(nbytes // self._tp, "strided", run_nbytes=self._run_nbytes)
                     cut[rank].append(self._tasks.copy(rank, seconds, [has[rank]]))
         return self._tasks.seconds()
 
@@ -222,12 +223,17 @@ class _Usual:
 def _usual_shm(case: Case, machine: Calibration, *, in_chunks: bool) -> float:
     """A destination copies every shard whole, then cuts its columns out; in chunks its buffer stays warm."""
     costs = machine.costs("shm")
-    tasks = Tasks(ONE_HOST, costs)
+    tasks, run = Tasks(ONE_HOST, costs), _run_nbytes(case)
     for rank in DESTINATION_RANKS:
-        whole = costs.copy_seconds(case.nbytes, "warm" if in_chunks else "run")
-        part = costs.copy_seconds(case.nbytes // case.tp, "warm" if in_chunks else "strided")
+        whole = costs.copy_seconds(case.nbytes, "warm" if in_chunks else "lent")
+        part = costs.copy_seconds(case.nbytes // case.tp, "warm" if in_chunks else "strided", run_nbytes=run)
         tasks.copy(rank, whole + part)
     return tasks.seconds()
+
+
+def _run_nbytes(case: Case) -> int:
+    """Of the columns that a destination takes of each row."""
+    return case.shapes[0][1] // case.tp * DTYPE.itemsize
 
 
 # -- bare transfers ----------------------------------------------------------------------------------------------------
@@ -237,7 +243,7 @@ def _bare_rows(case: Case, machine: Calibration) -> dict[str, float]:
     costs = machine.costs("shm")
     pull = Tasks(ONE_HOST, costs)
     for rank in DESTINATION_RANKS:
-        pull.copy(rank, costs.copy_seconds(case.nbytes // case.tp, "strided"))
+        pull.copy(rank, costs.copy_seconds(case.nbytes // case.tp, "lent", run_nbytes=_run_nbytes(case)))
     landed = case.nbytes * case.replicas
     return {
         "bare_pull": pull.seconds(),

@@ -172,7 +172,8 @@ class _Usual:
         width = self._scenario.box(rank, self._side).shape[1]
         if width == self._side:
             return came
-        seconds = self._costs.copy_seconds((chunk.rows[1] - chunk.rows[0]) * width * ITEMSIZE, "strided")
+        nbytes = (chunk.rows[1] - chunk.rows[0]) * width * ITEMSIZE
+        seconds = self._costs.copy_seconds(nbytes, "strided", run_nbytes=width * ITEMSIZE)
         return self._tasks.copy(self._at[rank], seconds, [came])
 
     def _gathered(self, form: str, at: int, chunk: Chunk, gathered: list[int]) -> list[int]:

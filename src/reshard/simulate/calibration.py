@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import ConfigError
 from reshard.simulate.costs import Costs, CpuCosts
+from reshard.simulate.run_rates import RunRates
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -44,10 +45,11 @@ class Calibration:
         copy_alone: Bytes a second of one copy in one piece while nothing else runs.
         copy: The same in a process for each core at once.
         strided: Bytes a second where one side lies in short runs.
-        warm: Bytes a second into a buffer that is used again and again, and out of it.
-        staging: The same where another process copies out of it.
+        warm: Bytes a second out of what another process has filled into a buffer that is used again and again, and out
+            of that.
+        staging: Bytes a second into such a buffer by one process and out of it by another.
         fresh: Bytes a second into memory that the system has just given.
-        box_seconds: Of a copy of next to no bytes, among many.
+        box_seconds: Of a copy of next to no bytes, among many that lie on pages of their own.
         sum: Bytes a second of the sums of ``verify="sum"``.
         fingerprint: Bytes a second of the sums of ``verify="fingerprint"``.
         memory: Messages of the shared memory transport; a byte takes nothing beside its copies.
@@ -55,6 +57,9 @@ class Calibration:
         network: Gloo between two namespaces; None where this machine makes none.
         link_efficiency: Payload of a link in parts of the rate that it was given.
         sizes: What was moved to measure this, in words.
+        strided_runs: ``strided`` by how long the runs are; None where it was not measured, as before it was known.
+        lent_runs: Bytes a second out of shared memory that another process has filled, by how long the runs are, up to
+            all of it in one; None likewise.
     """
 
     cores: int
@@ -72,6 +77,8 @@ class Calibration:
     network: SocketCosts | None
     link_efficiency: float
     sizes: str
+    strided_runs: RunRates | None = None
+    lent_runs: RunRates | None = None
 
     def costs(self, transport: Literal["gloo", "shm"]) -> Costs:
         """The costs of moving weights between processes of this machine.
@@ -95,6 +102,8 @@ class Calibration:
                 network_send=network.send,
                 network_receive=network.receive,
                 strided_bytes_per_second=self.strided,
+                strided=self.strided_runs,
+                lent=self.lent_runs,
                 warm_bytes_per_second=self.warm,
                 staging_bytes_per_second=self.staging,
                 fresh_bytes_per_second=self.fresh,
@@ -111,7 +120,7 @@ class Calibration:
         One of them can differ from the next by a third, by where its processes came to lie in memory and on the cores.
 
         Args:
-            several: One at least; all with a network, or none.
+            several: One at least; all with a network, or none, and with rates of the same runs, or none.
         """
         values = {field.name: [getattr(one, field.name) for one in several] for field in fields(cls)}
         return cls(**{name: _median(found) for name, found in values.items()})
@@ -121,8 +130,11 @@ class Calibration:
         data: dict[str, Any] = {"format": CALIBRATION_FORMAT}
         for field in fields(self):
             value = getattr(self, field.name)
-            is_socket = isinstance(value, SocketCosts)
-            data[field.name] = {f.name: getattr(value, f.name) for f in fields(SocketCosts)} if is_socket else value
+            if isinstance(value, SocketCosts):
+                value = {f.name: getattr(value, f.name) for f in fields(SocketCosts)}
+            elif isinstance(value, RunRates):
+                value = [list(pair) for pair in value.measured]
+            data[field.name] = value
         return data
 
     @classmethod
@@ -138,16 +150,25 @@ class Calibration:
                 f"'reshard simulate --calibrate FILE' writes one."
             )
         try:
-            values = {field.name: data[field.name] for field in fields(cls)}
+            values = {field.name: data[field.name] for field in fields(cls) if field.name not in _RUNS}
             for name in ("memory", "loopback", "network"):
                 values[name] = None if values[name] is None else SocketCosts(**values[name])
+            for name in _RUNS:
+                pairs = data.get(name)
+                values[name] = pairs and RunRates(tuple((int(length), float(rate)) for length, rate in pairs))
             return cls(**values)
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"This calibration lacks something: {error}. Measure it again.") from error
+
+
+_RUNS = ("strided_runs", "lent_runs")
 
 
 def _median(values: Sequence[Any]) -> Any:
     first = values[0]
     if isinstance(first, SocketCosts):
         return SocketCosts(*(median(getattr(one, field.name) for one in values) for field in fields(SocketCosts)))
+    if isinstance(first, RunRates):
+        lengths = [length for length, _ in first.measured]
+        return RunRates(tuple((length, median(one.at(length) for one in values)) for length in lengths))
     return median(values) if isinstance(first, float) else first

@@ -28,7 +28,7 @@ class Copies:
     def __init__(self, plan: Plan, costs: Costs) -> None:
         self._specs, self._costs, self._patterns = plan.specs, costs, plan.patterns
         self._pattern_of = {tensor: at for at, pattern in enumerate(plan.patterns) for tensor in pattern.tensors}
-        self._known: dict[tuple[int, int, bool, Box], bool] = {}
+        self._known: dict[tuple[int, int, bool, Box], int] = {}
 
     def pack_seconds(self, rank: int, items: Iterable[Item], nbytes: int, *, is_network: bool) -> float:
         """Of a bucket of these items that a source sends."""
@@ -45,13 +45,19 @@ class Copies:
 
     def read_seconds(self, sender: int, receiver: int, items: Iterable[Item]) -> float:
         """Of items that a rank reads where they lie in another one's memory."""
-        boxes = list(items)
-        strided = any(
-            not (self._is_run(sender, item, is_source=True) and self._is_run(receiver, item, is_source=False))
-            for item in boxes
+        by_run: dict[int, tuple[int, int]] = {}
+        for item in items:
+            tensor, box = item
+            run = min(self._run_numel(sender, item, is_source=True), self._run_numel(receiver, item, is_source=False))
+            itemsize = self._specs[tensor].itemsize
+            run_nbytes = 0 if run == box.numel else run * itemsize
+            nbytes, boxes = by_run.get(run_nbytes, (0, 0))
+            by_run[run_nbytes] = nbytes + box.numel * itemsize, boxes + 1
+        seconds = (
+            self._costs.copy_seconds(nbytes, "lent", boxes=boxes, run_nbytes=run_nbytes)
+            for run_nbytes, (nbytes, boxes) in sorted(by_run.items())
         )
-        nbytes = sum(box.numel * self._specs[tensor].itemsize for tensor, box in boxes)
-        return self._costs.copy_seconds(nbytes, "strided" if strided else "run", boxes=len(boxes))
+        return sum(seconds, 0.0)
 
     def is_in_place(self, rank: int, items: Sequence[Item], *, is_source: bool) -> bool:
         """Whether a bucket is one run of the rank's memory, so that it can be sent from there, or can land there."""
@@ -67,7 +73,10 @@ class Copies:
         return self._costs.copy_seconds(nbytes, "staging", boxes=len(items))
 
     def _is_run(self, rank: int, item: Item, *, is_source: bool) -> bool:
-        """Whether a box lies in one run of the rank's piece; so it does, as far as is known, where it is in none."""
+        return self._run_numel(rank, item, is_source=is_source) == item[1].numel
+
+    def _run_numel(self, rank: int, item: Item, *, is_source: bool) -> int:
+        """Elements of each run that a box is in the rank's piece; all of it, as far as known, where it is in none."""
         tensor, box = item
         at = self._pattern_of[tensor]
         key = rank, at, is_source, box
@@ -75,20 +84,20 @@ class Copies:
             pattern = self._patterns[at]
             pieces = pattern.held if is_source else pattern.needed
             piece = next((p for p, ranks in pieces if ranks >> rank & 1 and p.intersect(box) == box), None)
-            self._known[key] = piece is None or is_run(piece, box)
+            self._known[key] = box.numel if piece is None else run_numel(piece, box)
         return self._known[key]
 
 
-def is_run(piece: Box, box: Box) -> bool:
-    """Whether a box inside a piece that lies in one run of memory is one run itself.
+def run_numel(piece: Box, box: Box) -> int:
+    """Elements of each run that a box inside a piece is, where the piece lies in one run of memory.
 
     >>> from reshard.layouts.box import Box
-    >>> is_run(Box((0, 0), (4, 8)), Box((1, 0), (3, 8))), is_run(Box((0, 0), (4, 8)), Box((1, 0), (3, 4)))
-    (True, False)
+    >>> run_numel(Box((0, 0), (4, 8)), Box((1, 0), (3, 8))), run_numel(Box((0, 0), (4, 8)), Box((1, 0), (3, 4)))
+    (16, 4)
     """
-    leading = True
-    for mine, whole in zip(box.shape, piece.shape, strict=True):
-        if not leading and mine != whole:
-            return False
-        leading = leading and mine == 1
-    return True
+    numel = 1
+    for mine, whole in zip(reversed(box.shape), reversed(piece.shape), strict=True):
+        numel *= mine
+        if mine != whole:
+            break
+    return numel

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from reshard.errors import ConfigError
 
-CopyKind = Literal["run", "strided", "warm", "staging", "fresh"]
+if TYPE_CHECKING:
+    from reshard.simulate.run_rates import RunRates
+
+CopyKind = Literal["run", "strided", "warm", "staging", "fresh", "lent"]
 
 Watched = Literal["none", "network", "all"]
 """Whose messages can be waited for all at once: of no transport, of the network's, or of the one that has them all."""
@@ -25,6 +28,8 @@ class CpuCosts:
         network_receive: As ``local_receive``, from a rank of another host.
         strided_bytes_per_second: Payload that a rank copies from or to where it does not lie in one run; at 0 as
             ``copy_bytes_per_second``.
+        strided: The same by how long its runs are; None where only the one rate is known.
+        lent: Out of memory that another process has filled, by how long its runs are; None as out of the rank's own.
         warm_bytes_per_second: Into a buffer that is used again and again, or out of it; at 0 likewise.
         staging_bytes_per_second: The same where another rank takes the other copy; at 0 likewise.
         fresh_bytes_per_second: Into memory that the system has just given; at 0 as ``copy_bytes_per_second``.
@@ -43,6 +48,8 @@ class CpuCosts:
     network_send: float = 0.0
     network_receive: float = 0.0
     strided_bytes_per_second: float = 0.0
+    strided: RunRates | None = None
+    lent: RunRates | None = None
     warm_bytes_per_second: float = 0.0
     staging_bytes_per_second: float = 0.0
     fresh_bytes_per_second: float = 0.0
@@ -58,7 +65,9 @@ class CpuCosts:
                 raise ConfigError(f"{name} is {getattr(self, name)}; a cost is finite and not negative.")
 
 
-_CPU_COSTS = tuple(field.name for field in fields(CpuCosts) if field.name not in ("cores", "stages_runs"))
+_CPU_COSTS = tuple(
+    field.name for field in fields(CpuCosts) if field.name not in ("cores", "strided", "lent", "stages_runs")
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,26 +109,38 @@ class Costs:
                     f"{name} is {getattr(self, name)}; a time is finite and not negative. Use 0 for none."
                 )
 
-    def copy_seconds(self, nbytes: int, kind: CopyKind = "run", *, boxes: int = 1) -> float:
+    def copy_seconds(self, nbytes: int, kind: CopyKind = "run", *, boxes: int = 1, run_nbytes: int = 0) -> float:
         """What copying takes the rank that does it, alone on its core.
 
         Args:
             nbytes: How much.
             kind: How memory lies: in one ``run`` on both sides, ``strided`` on one of them, to or from a ``warm``
-                buffer or ``staging`` memory, or into ``fresh`` memory, which the system has just given.
+                buffer or ``staging`` memory, into ``fresh`` memory, which the system has just given, or out of memory
+                that another rank has ``lent``.
             boxes: In how many boxes.
+            run_nbytes: How long the runs are in which it lies where they are shorter, for ``strided`` and ``lent``; 0
+                where that is not known, and then ``lent`` memory is one run.
         """
         cpu = self.cpu
         if cpu is None:
             return nbytes / self.copy_bytes_per_second
-        rate = {
+        return nbytes / self._cpu_rate(cpu, kind, nbytes, run_nbytes) + boxes * cpu.box_seconds
+
+    def _cpu_rate(self, cpu: CpuCosts, kind: CopyKind, nbytes: int, run_nbytes: int) -> float:
+        if kind == "lent" and cpu.lent is not None:
+            return cpu.lent.at(run_nbytes or max(1, nbytes))
+        if kind == "lent":
+            kind = "strided" if 0 < run_nbytes < nbytes else "run"
+        if kind == "strided" and cpu.strided is not None and run_nbytes:
+            return cpu.strided.at(run_nbytes)
+        rates = {
             "run": 0.0,
             "strided": cpu.strided_bytes_per_second,
             "warm": cpu.warm_bytes_per_second,
             "staging": cpu.staging_bytes_per_second,
             "fresh": cpu.fresh_bytes_per_second,
-        }[kind]
-        return nbytes / (rate or self.copy_bytes_per_second) + boxes * cpu.box_seconds
+        }
+        return rates[kind] or self.copy_bytes_per_second
 
 
 # NCCL's own cost table (v2.28.7-1, src/graph/tuning.cc, ring, protocol Simple): 8.4 us to launch an operation
