@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ from reshard.testing.memory_world import run_plan
 from reshard.testing.oracle import Memory, contiguous_memory, cut, dense
 from reshard.testing.processes import RanksFailed
 from reshard.testing.strategies import memories, shapes, sides, topologies
+from reshard.transports import copies as copies_module
 from reshard.transports.copies import carry_out, wire_copies
 from reshard.transports.memory import MemoryTransport
 from reshard.transports.views import BoundMemory
@@ -95,7 +98,7 @@ def move(world, staging_nbytes, verify):
         memory.poison(world.wanted)
     gaps = {rank: [buffer.clone() for buffer in memory.buffers] for rank, memory in world.dst.items()}
     try:
-        run_plan(
+        programs = run_plan(
             world.plan,
             {rank: memory.pieces for rank, memory in world.src.items()},
             {rank: memory.pieces for rank, memory in world.dst.items()},
@@ -114,6 +117,7 @@ def move(world, staging_nbytes, verify):
             assert same(bound.view, want), (bound.piece, bound.view, want)
         memory.poison(world.wanted)
         assert all(map(torch.equal, memory.buffers, gaps[rank])), "written beside the pieces"
+    return programs
 
 
 STAGING = st.sampled_from((512, 1 << 10, 1 << 16))
@@ -133,6 +137,16 @@ def test_what_is_handed_on_between_domains_is_cast_once_too(world, staging_nbyte
 
 
 @settings(SLOW_TO_DRAW, max_examples=60)
+@given(world=worlds(), most=st.sampled_from((1, 7, 64)))
+def test_what_lands_is_the_tensor_cast_once_however_few_narrow_rows_fit_into_scratch(world, most):
+    with (
+        mock.patch.object(copies_module, "_NARROW", range(1, 257)),
+        mock.patch.object(copies_module, "_ROWS_NUMEL", most),
+    ):
+        move(world, 512, "none")
+
+
+@settings(SLOW_TO_DRAW, max_examples=60)
 @given(world=worlds())
 def test_fingerprints_of_cast_sources_are_those_of_their_dense_cast(world):
     plain = {spec.name: world.whole[spec.name].to(getattr(torch, spec.dtype)) for spec in world.plan.specs}
@@ -142,6 +156,33 @@ def test_fingerprints_of_cast_sources_are_those_of_their_dense_cast(world):
         dense_pieces = [bound(piece.name, cut(plain[piece.name], piece.box), piece.box) for piece in wanted]
         share = of_share(world.plan, rank, memory.pieces, world.casts)
         assert share == of_share(world.plan, rank, dense_pieces, world.casts)
+
+
+@settings(SLOW_TO_DRAW, max_examples=60)
+@given(world=worlds(), staging_nbytes=STAGING)
+def test_fingerprints_made_while_packing_are_those_of_the_sources(world, staging_nbytes):
+    made = {program.rank: program.made_fingerprints for program in move(world, staging_nbytes, "fingerprint")}
+    for rank, memory in world.src.items():
+        share = of_share(world.plan, rank, memory.pieces, world.casts)
+        assert of_share(world.plan, rank, memory.pieces, world.casts, made.get(rank)) == share
+
+
+@pytest.mark.parametrize("spoil", [None, float("nan")])
+def test_what_was_summed_while_packing_is_not_read_again(spoil):
+    held, target = torch.randn(32, 25), torch.zeros(32, 25, dtype=torch.bfloat16)
+    if spoil is not None:
+        held[3, 4] = spoil
+    src, dst = (Layout((32, 25), "bfloat16", Mesh({"x": 1}, [rank]), ()) for rank in (0, 1))
+    plan, pieces, casts = plan_refit(src, dst), [bound("tensor", held)], {"tensor": "source"}
+    sender, _ = run_plan(
+        plan, {0: pieces}, {1: [bound("tensor", target)]}, staging_nbytes=512, verify="fingerprint", casts=casts
+    )
+    share, made = of_share(plan, 0, pieces, casts), sender.made_fingerprints
+    assert len(made[0][0]) > 1, "in several buckets"
+    held.zero_()
+    assert of_share(plan, 0, pieces, casts, made) == share
+    _, *rest = made[0][0].items()
+    assert of_share(plan, 0, pieces, casts, {0: [dict(rest)]}) == {"tensor": 0}, "a part is missing: all is read"
 
 
 def bound(name, tensor, box=None):
@@ -199,3 +240,34 @@ def test_large_casts_take_little_memory_wherever_the_wire_lies(pack, base, trans
     landed = wire[base:].clone().view(torch.bfloat16).view(shape) if pack else memory
     assert torch.equal(landed, expected if pack else expected.float())
     assert copies.nbytes == 2 * memory.numel()
+
+
+@pytest.mark.parametrize("held", ["float16", "float32", "float64"])
+def test_narrow_rows_of_many_tensors_are_cast_together_exactly_and_in_little_memory(held):
+    """Columns of large, small and 3-d tensors, end to end in one bucket; one is too wide to be brought together."""
+    placed, expected, at = [], [], 0
+    for shape, columns in (((700, 640), 128), ((64, 64), 16), ((5, 7, 90), 30), ((4, 1024), 512), ((3, 33), 32)):
+        memory = torch.randn(shape).to(getattr(torch, held))
+        memory.view(-1)[::97], memory.view(-1)[1::97] = float("nan"), float("inf")
+        box = Box((0,) * len(shape), (*shape[:-1], columns))
+        (region,) = BoundMemory([bound("w", memory)]).regions(TensorSpec("w", shape, "bfloat16"), box)
+        placed.append((box, at, region))
+        expected.append(memory[..., :columns].to(torch.bfloat16).flatten())
+        at += 2 * box.numel
+    wire = torch.zeros(at, dtype=torch.uint8)
+    copies = wire_copies(placed, wire, 0, pack=True)
+    assert (len(copies.casts[0]), copies.nbytes) == (1, at)
+
+    def landed():
+        wire.zero_()
+        carry_out(copies)
+        assert same(wire.clone().view(torch.bfloat16), torch.cat(expected))
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        carry_out(copies)
+    sizes = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert sum(size for size in sizes if size > 0) <= 8 << 16, "scratch for a moment"
+    landed()
+    with ThreadPoolExecutor(1) as other:  # with scratch of its own
+        other.submit(landed).result()
+    landed()

@@ -12,7 +12,7 @@ from tests.cases.test_memory_bounds import forget_resident_peak, resident_peak_n
 from tests.refit.sessions import TIMEOUT, error_of, ranks_of
 
 import reshard
-from reshard.errors import PeerError, VerifyError
+from reshard.errors import PeerError, VerifyError, VersionError
 from reshard.testing.processes import ProcessPool, threads
 from reshard.transports import mover
 from reshard.transports.shm import share_memory_
@@ -222,6 +222,27 @@ def test_a_snapshot_is_cast_as_it_is_sent_and_the_trainer_may_go_on_writing():
 
     for report in run(MASTERS, body, commit="in-place"):
         assert report.copies_nbytes == 0
+
+
+@pytest.mark.parametrize("dtypes", [MASTERS, MIXED], ids=["masters", "mixed"])
+def test_fingerprints_of_what_is_cast_tell_versions_apart_before_and_after_they_are_packed(dtypes):
+    """What was summed as the last version was packed does not stand for what the source holds by now."""
+
+    def body(model, session):
+        model.train(1)
+        first, again = session.refit(1), session.refit(1)
+        model.train(2)
+        error = error_of(lambda: session.refit(1))
+        model.check(1)
+        second = session.refit(2)
+        model.check(2)
+        return first, again, error, second, {} if model.is_source else session.verify()
+
+    for first, again, error, second, versions in run(dtypes, body, transport="torch_p2p", verify="fingerprint"):
+        assert isinstance(error, VersionError)
+        assert first.digest == again.digest != second.digest
+        assert (len(again.unchanged), second.unchanged) == (len(NAMES), ())
+        assert set(versions.values()) <= {2}
 
 
 def _grown(ctx, address, transport, verify, limit):

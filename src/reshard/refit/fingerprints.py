@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Container, Iterable, Mapping, Sequence
 
     from reshard.layouts.bound import BoundPiece
+    from reshard.layouts.box import Box
     from reshard.layouts.piece import TensorSpec
     from reshard.plan.plan import Plan
 
@@ -33,7 +34,13 @@ def of_pieces(pieces: Iterable[BoundPiece], specs: Mapping[str, TensorSpec]) -> 
     return sums
 
 
-def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece], cast: Container[str] = ()) -> dict[str, int]:
+def of_share(
+    plan: Plan,
+    rank: int,
+    sources: Sequence[BoundPiece],
+    cast: Container[str] = (),
+    made: Mapping[int, Sequence[Mapping[Box, int]]] | None = None,
+) -> dict[str, int]:
     """By tensor: the sum over those elements that are wanted and that this rank is the lowest holder of.
 
     Args:
@@ -41,6 +48,8 @@ def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece], cast: Contain
         rank: This rank.
         sources: Its source pieces, in whatever dtype they have; the sums are of the bits that travel.
         cast: The tensors that a side holds in another dtype than that in which they travel.
+        made: By the plan's tensors: fingerprints of boxes that are known from a run, by box; in each mapping no two
+            share an element. What they make up is not summed again.
     """
     memory, sums = BoundMemory(sources), dict[str, int]()
     for at, cls in enumerate(plan.classes):
@@ -48,9 +57,20 @@ def of_share(plan: Plan, rank: int, sources: Sequence[BoundPiece], cast: Contain
             continue
         for index, box in plan.string(at).items:
             spec = plan.specs[index]
-            value = int(box_sum(box, spec, memory, "fingerprint", cast=spec.name in cast))
+            value = _made_up(box, (made or {}).get(index, ()))
+            if value is None:
+                value = int(box_sum(box, spec, memory, "fingerprint", cast=spec.name in cast))
             sums[spec.name] = (sums.get(spec.name, 0) + value) % _MODULUS
     return sums
+
+
+def _made_up(box: Box, made: Iterable[Mapping[Box, int]]) -> int | None:
+    """The sum of boxes that make up ``box``, or None."""
+    for row in made:
+        inside = [part for part in row if part.intersect(box) == part]
+        if sum(part.numel for part in inside) == box.numel:
+            return sum(row[part] for part in inside)
+    return None
 
 
 def add_up(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:

@@ -202,13 +202,17 @@ class Runner:
                 scope.compiled.pop(next(iter(scope.compiled)))
         scope.compiled[asked.names] = compiled  # last used, last dropped
         current.compiled = compiled
-        if self.setup.options.verify == "fingerprint":
-            share = compiled.fingerprints_of_share()
-            told = scope.group.meeting.exchange("fingerprints", json.dumps(share).encode(), current.deadline)
-            current.prints = fingerprints.add_up(json.loads(part) for part in told)
-            if not asked.allow_rollback and any(row.serves_whole(asked.version) for row in current.requests):
-                return self._compare_with_served(current, scope)
+        keeps = self.setup.options.verify == "fingerprint" and not asked.allow_rollback
+        if keeps and any(row.serves_whole(asked.version) for row in current.requests):
+            self._find_prints(compiled, moved=False)
+            return self._compare_with_served(current, scope)
         return ev.Planned()
+
+    def _find_prints(self, compiled: WindowedRefit, *, moved: bool) -> None:
+        """Add up the fingerprints of all ranks' shares."""
+        share, meeting = json.dumps(compiled.fingerprints_of_share(moved=moved)).encode(), self._now_scope.group.meeting
+        told = meeting.exchange("fingerprints", share, self._now.deadline)
+        self._now.prints = fingerprints.add_up(json.loads(part) for part in told)
 
     def _compare_with_served(self, current: Current, scope: Scope) -> ev.Event:
         """Refuse to send other weights under a version that is served."""
@@ -239,6 +243,8 @@ class Runner:
             if not self.state.staged:
                 self.leases.writes(current.asked.version)
         current.moved = compiled.move(current.deadline, current.started, self._empty_room)
+        if self.setup.options.verify == "fingerprint" and current.prints is None:
+            self._find_prints(compiled, moved=True)  # of what was summed as it was packed, without another pass
         return ev.Moved()
 
     def _empty_room(self, window: int) -> None:

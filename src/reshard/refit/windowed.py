@@ -103,10 +103,20 @@ class WindowedRefit:
         """As ``CompiledRefit.copies_nbytes``."""
         return sum(window.copies_nbytes for window in self.windows)
 
-    def fingerprints_of_share(self) -> dict[str, int]:
-        """By tensor: the sum over what this rank vouches for; the shares of all ranks add up to the fingerprints."""
+    def fingerprints_of_share(self, *, moved: bool) -> dict[str, int]:
+        """By tensor: the sum over what this rank vouches for; the shares of all ranks add up to the fingerprints.
+
+        Args:
+            moved: Whether of what was just moved: then what was summed as it was packed is not read again.
+        """
         return fingerprints.add_up(
-            fingerprints.of_share(window.plan, window.group.rank, window.sources, window.cast_at)
+            fingerprints.of_share(
+                window.plan,
+                window.group.rank,
+                window.sources,
+                window.cast_at,
+                window.made_fingerprints if moved else {},
+            )
             for window in self.windows
         )
 

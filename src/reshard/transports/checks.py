@@ -93,6 +93,7 @@ class Checks:
         packs = [op for op in order if isinstance(op, Send) and op.pack is not None and not op.forwards]
         self._in_slots = {id(op): list(self._in_slot(op)) for op in packs}
         self._packed: _Sums = {}
+        self._made: dict[int, dict[int, dict[Box, torch.Tensor]]] = {}
 
     def _compile(self, order: Sequence[Send | Receive]) -> tuple[list[_Check], list[_Check]]:
         """What this rank sent, from its source or handed on, and what it received, by peer."""
@@ -149,7 +150,22 @@ class Checks:
         """Sum what a send has just cast into its slot, while it is in the cache."""
         for tensor, box, made in self._in_slots.get(id(op), ()):
             made = made if isinstance(made, BoxSum) else self._sum_of(tensor, box, made.clone())
-            self._packed[tensor, box, True] = made()
+            bits, values = made.both() if self._verify == "fingerprint" else (made(), None)
+            self._packed[tensor, box, True] = bits
+            if values is not None:
+                self._made.setdefault(tensor, {}).setdefault(op.bucket.stream, {})[box] = values
+
+    def begin(self) -> None:
+        """Forget what an earlier run has summed."""
+        self._packed, self._made = {}, {}
+
+    @property
+    def made(self) -> dict[int, list[dict[Box, int]]]:
+        """By tensor and stream: the fingerprints of the boxes that the last run cast as it packed them."""
+        return {
+            tensor: [{box: int(value) for box, value in row.items()} for row in rows.values()]
+            for tensor, rows in self._made.items()
+        }
 
     def compare(self, deadline: Deadline) -> None:
         """Exchange sums over every item: the sender's of its own memory, the receiver's of what has landed."""

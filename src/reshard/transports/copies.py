@@ -26,6 +26,12 @@ Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
 _SCRATCH_NUMEL = 1 << 18
 """Elements that a cast in two steps takes at a time: they stay in the cache, and are no staging to speak of."""
 
+_ROWS_NUMEL = 1 << 16
+"""The same for narrow rows, which are brought together before they are cast."""
+
+_NARROW = range(16, 129)
+"""Elements of a row that is cast faster among others in the cache than where it lies, if it goes to staging."""
+
 
 class Scratch(threading.local):
     """Memory for a moment, one piece a thread: on a CPU, new memory costs more than to fill it."""
@@ -58,11 +64,14 @@ class Copies:
     stepwise: list[_Stepwise] = field(default_factory=list)
     """Casts that torch has no fast kernel for, or none at all."""
 
+    rows: list[_Rows] = field(default_factory=list)
+    """Casts of narrow rows."""
+
     nbytes: int = 0
     """As they travel."""
 
     def __bool__(self) -> bool:
-        return bool(self.bits[0] or self.casts[0] or self.stepwise)
+        return bool(self.bits[0] or self.casts[0] or self.stepwise or self.rows)
 
     def add(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy words."""
@@ -70,7 +79,15 @@ class Copies:
         self.bits[1].append(source)
         self.nbytes += target.numel() * target.element_size()
 
-    def add_cast(self, memory: torch.Tensor, wire: torch.Tensor, dtype: torch.dtype, *, pack: bool) -> None:
+    def add_cast(
+        self,
+        memory: torch.Tensor,
+        wire: torch.Tensor,
+        dtype: torch.dtype,
+        *,
+        pack: bool,
+        to_staging: bool = False,
+    ) -> None:
         """Cast from memory to the wire's form, or the other way.
 
         Args:
@@ -78,14 +95,25 @@ class Copies:
             wire: The same in the dtype in which they travel; as bytes (one more dim) where its place is not aligned.
             dtype: That dtype.
             pack: Whether the wire's form is the target.
+            to_staging: Whether the target is staging, which is in the cache: then narrow rows are brought together
+                first. On the way to memory that is not, nothing would be gained.
         """
         self.nbytes += memory.numel() * dtype.itemsize
         if wire.dtype is dtype and _run_alike(memory, wire):
+            if to_staging and dtype is torch.bfloat16 and wire.is_contiguous() and _row_numel(memory) in _NARROW:
+                self._add_rows(memory, wire)
+                return
             self.casts[0].append(wire if pack else memory)
             self.casts[1].append(memory if pack else wire)
             return
         wire = _words_of(wire) if wire.dtype is dtype else wire
         self.stepwise += [_Stepwise(some, bits, dtype, pack) for some, bits in _portions(memory, wire)]
+
+    def _add_rows(self, memory: torch.Tensor, wire: torch.Tensor) -> None:
+        for run, some in _portions(wire, memory, _ROWS_NUMEL):  # cut where the wire is cut into runs
+            if not self.rows or not self.rows[-1].has_room_for(some, run):
+                self.rows.append(_Rows(some.dtype, run.dtype))
+            self.rows[-1].add(some, run)
 
 
 def carry_out(copies: Copies) -> None:
@@ -94,6 +122,8 @@ def carry_out(copies: Copies) -> None:
     copy_all(*copies.casts)
     for step in copies.stepwise:
         step.copy()
+    for rows in copies.rows:
+        rows.cast()
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +153,70 @@ class _Stepwise:
             self.memory.copy_(cast)
 
 
+class _Rows:
+    """Casts of narrow rows, brought together as they are and then cast in few calls.
+
+    Torch's cast to bfloat16 waits for the memory of each row anew; its copy of words does not.
+    """
+
+    def __init__(self, dtype: torch.dtype, wire_dtype: torch.dtype) -> None:
+        self._dtype, self._wire_dtype = dtype, wire_dtype
+        self._memory: list[torch.Tensor] = []
+        self._wire: list[torch.Tensor] = []
+        """Runs, flat."""
+        self._numel = 0
+        self._at = 0
+        """Where the scratch lies that there are views of."""
+        self._together: list[torch.Tensor] = []
+        self._runs: list[torch.Tensor] = []
+
+    def has_room_for(self, memory: torch.Tensor, wire: torch.Tensor) -> bool:
+        """Whether another box may be cast with those before."""
+        alike = (memory.dtype, wire.dtype, memory.device) == (self._dtype, self._wire_dtype, self._memory[0].device)
+        return alike and self._numel + memory.numel() <= _ROWS_NUMEL
+
+    def add(self, memory: torch.Tensor, wire: torch.Tensor) -> None:
+        """Cast a box of the memory, of any strides, into its run on the wire."""
+        self._memory.append(_words_of(memory, memory.element_size()))
+        self._numel += memory.numel()
+        storage, at, numel = wire.untyped_storage(), int(wire.storage_offset()), wire.numel()
+        if self._wire:
+            last = self._wire[-1]
+            end = int(last.storage_offset()) + last.numel()
+            if end == at and last.untyped_storage().data_ptr() == storage.data_ptr():
+                at, numel = int(last.storage_offset()), numel + last.numel()
+                del self._wire[-1]
+        self._wire.append(values(storage, at * wire.element_size(), (numel,), (1,), wire.dtype))
+
+    def cast(self) -> None:
+        """Do it."""
+        buffer = _SCRATCH.take(
+            _ROWS_NUMEL * self._dtype.itemsize, self._memory[0].device
+        )  # as much for all: views last
+        if buffer.data_ptr() != self._at:
+            self._bind(buffer)
+        copy_all(self._together, self._memory)
+        copy_all(self._wire, self._runs)
+
+    def _bind(self, buffer: torch.Tensor) -> None:
+        """Make the views of scratch; another thread has another one."""
+        flat = buffer.view(self._dtype)[: self._numel]
+        parts = torch.split(_words_of(flat, flat.element_size()), [box.numel() for box in self._memory])
+        self._together = [part.view(box.shape) for part, box in zip(parts, self._memory, strict=True)]
+        self._runs = list(torch.split(flat, [run.numel() for run in self._wire]))
+        self._at = buffer.data_ptr()
+
+
+def _row_numel(memory: torch.Tensor) -> int:
+    """Elements that lie end to end before there is a gap; 0 where there is none, or on a device."""
+    numel = 1
+    for size, stride in sorted(zip(memory.shape, memory.stride(), strict=True), key=lambda dim: dim[1]):
+        if size > 1 and stride != numel:
+            return numel if memory.device.type == "cpu" else 0
+        numel *= size
+    return 0
+
+
 def _dense_strides(view: torch.Tensor) -> tuple[int, ...]:
     """Strides without gaps in the order of the view's own, so that a cast between the two is fast."""
     strides, step = [0] * view.dim(), 1
@@ -141,15 +235,17 @@ def _run_alike(a: torch.Tensor, b: torch.Tensor) -> bool:
     return b.stride(fastest) == min(map(b.stride, dims))
 
 
-def _portions(memory: torch.Tensor, wire: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Both views in parts of few elements, cut where the memory's are far apart."""
-    if memory.numel() <= _SCRATCH_NUMEL:
-        yield memory, wire
+def _portions(
+    first: torch.Tensor, second: torch.Tensor, most: int = _SCRATCH_NUMEL
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Both views in parts of few elements, cut where the first one's are far apart."""
+    if first.numel() <= most:
+        yield first, second
         return
-    dim = max((dim for dim, size in enumerate(memory.shape) if size > 1), key=memory.stride)
-    half = memory.shape[dim] // 2
-    for start, size in ((0, half), (half, memory.shape[dim] - half)):
-        yield from _portions(memory.narrow(dim, start, size), wire.narrow(dim, start, size))
+    dim = max((dim for dim, size in enumerate(first.shape) if size > 1), key=first.stride)
+    half = first.shape[dim] // 2
+    for start, size in ((0, half), (half, first.shape[dim] - half)):
+        yield from _portions(first.narrow(dim, start, size), second.narrow(dim, start, size), most)
 
 
 def _words_of(view: torch.Tensor, word: int | None = None) -> torch.Tensor:
@@ -171,7 +267,7 @@ def wire_copies(placed: Sequence[tuple[Box, int, Region]], wire: torch.Tensor, b
             copies.add(*((remote, local) if pack else (local, remote)))
         elif at % itemsize == 0:
             remote = values(storage, at, region.shape, strides, region.cast)
-            copies.add_cast(region.values(), remote, region.cast, pack=pack)
+            copies.add_cast(region.values(), remote, region.cast, pack=pack, to_staging=pack)
         else:
             remote = words(storage, at, region.shape, strides, itemsize, aligned_word(itemsize, at))
             copies.add_cast(region.values(), remote, region.cast, pack=pack)

@@ -161,6 +161,8 @@ class Program:
         """
         account = self.account
         account.network_done, account.landed_nbytes = time.perf_counter(), 0
+        if self._checks is not None:
+            self._checks.begin()
         carry_out(self._copies)
         if account.recorder is not None and self._copies:
             account.recorder.note("copy", account.network_done, self.local_nbytes)
@@ -171,6 +173,11 @@ class Program:
             transport.settle(deadline)
         if self._checks is not None:
             self._checks.compare(deadline)
+
+    @property
+    def made_fingerprints(self) -> dict[int, list[dict[Box, int]]]:
+        """As ``Checks.made``; empty where nothing is compared."""
+        return {} if self._checks is None else self._checks.made
 
     def _pull(self, deadline: Deadline) -> None:
         """Read from the memory of others, tell them, and wait until all who read from here have told this rank."""

@@ -112,6 +112,13 @@ class BoxSum:
             return sums[0]
         return torch.stack(sums).sum() if sums else torch.zeros((), dtype=torch.int64, device=self._device)
 
+    def both(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The sum of the very bits, and the one in which all NaNs count as one."""
+        bits = self()
+        if self._plain is not None and not any(_may_hold_nan(region) for region, _ in self._plain):
+            return bits, bits
+        return bits, BoxSum(self._box, self._spec, self._memory, self._kind, cast=True)()
+
     def _sum(self, region: Region, words: torch.Tensor) -> torch.Tensor:
         return words.sum(dtype=torch.int64) if self._kind == "sum" else _mixed_sum(words, region.box, self._spec)
 
