@@ -182,6 +182,13 @@ def servers():
         yield one, two
 
 
+@pytest.mark.parametrize(("options", "is_checked"), [({}, True), ({"check": False}, False)], ids=["unasked", "refused"])
+def test_workers_check_what_they_have_learned_of_their_loaders_unless_the_trainer_refuses_it(options, is_checked):
+    with Server("gen0", 1) as server:
+        run_trainers([server], lambda me, s, _: refit(me, s, 1), trainers=1, engine_options=options)
+        assert [worker.facts["check"] for worker in server.ranks] == [is_checked]
+
+
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
 def test_two_servers_of_other_sizes_get_every_version_and_are_paused_for_the_install_alone(mode, servers):
     reports = run_trainers(servers, lambda me, s, _: [refit(me, s, version) for version in (1, 2)], pause=mode)
@@ -253,7 +260,7 @@ def test_a_server_that_fails_before_the_install_costs_nobody_the_old_weights(rou
         assert (server.label, server.paused) == ("3", False)
 
 
-def test_a_server_whose_clients_keep_it_from_pausing_fails_the_refit_by_its_deadline_and_is_resumed(servers):
+def test_a_server_whose_requests_keep_it_from_pausing_fails_the_refit_by_its_deadline_and_is_resumed(servers):
     def body(me, session, _):
         refit(me, session, 1)
         servers[1].faults["/pause"] = "hang"
@@ -268,7 +275,7 @@ def test_a_server_whose_clients_keep_it_from_pausing_fails_the_refit_by_its_dead
     assert isinstance(error, RefitTimeout)
     assert "engine 'gen1'" in error.message
     assert "while pausing (mode 'wait'): POST /pause had no answer" in error.message
-    assert "Use pause='keep' or 'abort', or hold the clients back." in error.message
+    assert "Use pause='keep' or 'abort', or a longer timeout." in error.message
     assert "gen0 serves version 1; gen1 serves version 1" in error.message
     assert took < 20
     assert last == ["POST resume"] * 2

@@ -20,6 +20,8 @@ TIMEOUT = timedelta(seconds=120)
 SIZES = (1, 2)
 PROMPTS = ([1, 5, 9], [7] * 5, [3 * i % 500 for i in range(vllm_servers.BLOCK + 8)])
 """The last one fills a block of the prefix cache."""
+LONGEST = 16_384
+"""Tokens of a request that its model can take."""
 KINDS = (21, 22)
 """Seeds of two sets of weights, which versions have by turns."""
 
@@ -29,10 +31,11 @@ class Trainer:
 
     Args:
         servers: By world, (URL, workers). They are on one host, and the trainer is on another.
+        session: Its name.
     """
 
-    def __init__(self, address, specs, servers):
-        self.address, self.specs = address, specs
+    def __init__(self, address, specs, servers, session="default"):
+        self.address, self.specs, self.session = address, specs, session
         self.urls = {world: url for world, (url, _) in servers.items()}
         self.expect = {"trainer": 2, **{world: workers for world, (_, workers) in servers.items()}}
         ranks = list(range(2, sum(self.expect.values())))
@@ -52,6 +55,7 @@ class Trainer:
             rank=rank,
             world_size=2,
             expect=self.expect,
+            session=self.session,
             topology=self.topology,
             timeout=TIMEOUT,
             engines=engines,
@@ -124,7 +128,7 @@ def fresh_answers(make_folder):
 
 def write_model(folder):
     """Make a tiny model's folder without weights; the checkpoint's tensors."""
-    return checkpoint(write_config(folder, LLAMA, num_attention_heads=2, max_position_embeddings=2048))
+    return checkpoint(write_config(folder, LLAMA, num_attention_heads=2, max_position_embeddings=LONGEST))
 
 
 def offline_answer(llm, prompt):

@@ -55,7 +55,6 @@ class Server:
             command += ["--weight-transfer-config", json.dumps({"backend": backend})]
         command += ["--data-parallel-size", str(dp)] if dp > 1 else []
         command += more
-        cores = len(os.sched_getaffinity(0))
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(
@@ -65,7 +64,11 @@ class Server:
             "PYTHONFAULTHANDLER": "1",
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp * dp)),
+            # One thread a worker, and none bound to a core: servers side by side have more workers than there are
+            # cores. Of two bound to one core, Linux 6.18 let one wait for 38 s in which it could have run, and such a
+            # worker answers no call.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
             "VLLM_SERVER_DEV_MODE": "1" if dev_mode else "0",
         }
         with open(log, "w", encoding="utf-8") as out:
@@ -201,11 +204,10 @@ class Stream:
 
 
 class Client:
-    """Asks once, or again as soon as it is answered, until it is told to stop."""
+    """Asks again as soon as it is answered, until it is told to stop."""
 
-    def __init__(self, server, prompt, tokens, *, again=True):
+    def __init__(self, server, prompt, tokens):
         self.streams = []
-        self._again = again
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(server, prompt, tokens), daemon=True)
         self._thread.start()
@@ -214,8 +216,6 @@ class Client:
         while not self._stopping.is_set():
             self.streams.append(server.stream(prompt, tokens))
             self.streams[-1].wait()
-            if not self._again:
-                break
 
     @property
     def tokens(self):

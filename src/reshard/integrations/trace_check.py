@@ -104,7 +104,9 @@ def random_weight(spec: TensorSpec, seed: int) -> torch.Tensor:
     dtype: torch.dtype = getattr(torch, spec.dtype)
     generator = torch.Generator().manual_seed(seed)
     numel = prod(spec.shape)
-    values = torch.randint(0, 256, (numel * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    nbytes = numel * dtype.itemsize
+    drawn = torch.empty(-(-nbytes // 8), dtype=torch.int64).random_(-(2**63), None, generator=generator)
+    values = drawn.view(torch.uint8)[:nbytes]  # eight bytes a draw: most of a check's time would be draws
     if dtype is torch.bool:
         values &= 1
     elif dtype.is_floating_point or dtype.is_complex:

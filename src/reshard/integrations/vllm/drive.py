@@ -36,8 +36,8 @@ _NOT_ACTIVE = "without a matching start"
 """In what it says of the end of one that it has dropped itself, because a call within failed."""
 
 _WAITS = (
-    " With pause='wait' a server has paused when no request runs or waits for its turn, and clients that ask again as "
-    "soon as they are answered keep it from that. Use pause='keep' or 'abort', or hold the clients back."
+    " With pause='wait' a server has paused when the longest of the requests that run has ended. Use pause='keep' or "
+    "'abort', or a longer timeout."
 )
 
 

@@ -203,10 +203,13 @@ class Member:
             return
         offered = session.offered(self.facts.timeout)
         if self._trace is None or self._trace.tensors != offered:
+            began = time.perf_counter()
             trace = taken_whole(trace_model(self._model, offered), self.facts.whole)
             check_all_written(trace, self._model)
+            traced = time.perf_counter()
             if self.facts.check:
                 check_layers(trace, self._model)
+            checked = time.perf_counter()
             installer = Installer(self._model, self._vllm_config, trace)
             session.accept(
                 trace.manifest(world=self.facts.world, groups=group_names(installer.groups)),
@@ -215,7 +218,14 @@ class Member:
                 committed=self._say_installed,
             )
             self._trace, self._installer = trace, installer
-            log.info("rank %d of %s: %s", self._rank, self.facts.world, _summary(trace))
+            log.info(
+                "rank %d of %s: %s; traced in %.3f s, checked in %.3f s",
+                self._rank,
+                self.facts.world,
+                _summary(trace),
+                traced - began,
+                checked - traced,
+            )
         self._epoch = epoch
 
     def _refit(self, version: int, asked: Mapping[str, Any], handover: Handover) -> None:

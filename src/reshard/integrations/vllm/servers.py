@@ -181,8 +181,7 @@ class VLLMServers(EngineFleet):
         timeout: For each call over HTTP (``"wait"`` takes as long as the longest request that runs).
         headers: Sent with every call.
         check: Whether each worker holds what it has learned of its model's loaders against a real load of random
-            weights, of one layer of each kind, before it joins. Leave it out while requests run: a server of two
-            workers did not answer to it then.
+            weights, of one layer of each kind, before it joins.
         whole: Tensors that travel whole and go through the model's loader: patterns of names, each with the reason.
 
     Raises:
@@ -197,7 +196,7 @@ class VLLMServers(EngineFleet):
         clear_cache: bool = True,
         timeout: timedelta = timedelta(seconds=300),
         headers: Mapping[str, str] | None = None,
-        check: bool = False,
+        check: bool = True,
         whole: Mapping[str, str] | None = None,
     ) -> None:
         routes = {n: Routes(url, timeout.total_seconds(), headers) for n, url in _named(urls).items()}
@@ -211,7 +210,7 @@ class VLLMOffline(EngineFleet):
     Args:
         llm: ``vllm.LLM(..., weight_transfer_config={"backend": "reshard"})``.
         world: Its world's name.
-        clear_cache: As ``VLLMServers``, as are the next two, but that the check is made if nothing is said.
+        clear_cache: As ``VLLMServers``, as are the next two.
     """
 
     def __init__(
