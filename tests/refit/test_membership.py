@@ -9,6 +9,7 @@ import torch.distributed as dist
 from tests.refit.sessions import error_of
 
 from reshard.errors import MembershipError, PeerError, RefitTimeout
+from reshard.refit import membership
 from reshard.refit.gate import EpochOver, Gate, wake_gates
 from reshard.refit.membership import Comer, Member, Register
 from reshard.testing.processes import threads
@@ -36,6 +37,20 @@ def meet_all(who, seconds=2.0):
 
 
 ALL = [("trainer", 0), ("gen0", 0), ("gen0", 1), ("gen1", 0)]
+
+
+def test_nobody_counts_on_a_member_that_was_interrupted_as_it_waited(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    store, expect = dist.HashStore(), {"trainer": 1, "gen0": 1}
+    with monkeypatch.context() as patched:
+        patched.setattr(membership, "wait_for_key", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            register(store, "trainer", 0, expect=expect).meet(Deadline(1.0))
+    with pytest.raises(MembershipError) as caught:
+        register(store, "gen0", 0, expect=expect).meet(Deadline(0.1))
+    assert caught.value.missing == ("trainer rank 0",)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3], [3, 2, 1, 0], [1, 3, 0, 2]])

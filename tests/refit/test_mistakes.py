@@ -281,6 +281,27 @@ def test_a_refit_within_a_refit_is_refused_and_harms_neither(where):
     run(PAIR, body)
 
 
+@pytest.mark.parametrize(("hook", "async_op"), [("install", False), ("committed", True)])
+def test_a_close_within_a_refit_is_refused_and_harms_it_not(hook, async_op):
+    def body(me, session):
+        told = []
+        if not me.is_source:
+            session.accept(me.manifest, **{hook: lambda _: told.append(error_of(session.close))})
+        for version in (1, 2):
+            me.train(version)
+            done = session.refit(version, async_op=async_op)
+            assert (done.wait() if async_op else done).version == version
+        session.close()
+        if not me.is_source:
+            assert [type(error) for error in told] == [ConfigError] * len(told)
+            assert "close was called in a hook" in told[0].message
+            assert len(told) >= 2
+        with pytest.raises(ConfigError, match="is closed here"):
+            session.refit(3)
+
+    run(PAIR, body)
+
+
 def test_a_hook_that_takes_longer_than_the_call_fails_the_refit_on_all_ranks_and_the_next_one_works():
     waited = threading.Event()
 
@@ -329,7 +350,7 @@ def _interrupted(ctx, address):
         ignored = signal.signal(signal.SIGINT, signal.default_int_handler)  # as a worker of the pool has it
         threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
-            session.refit(2, timeout=timedelta(seconds=2))  # the trainer does not call before
+            session.refit(2, timeout=timedelta(seconds=30))  # the trainer does not call before
         signal.signal(signal.SIGINT, ignored)
         ctx.store.set("interrupted", "yes")
     else:
@@ -352,6 +373,6 @@ def test_a_fork_of_a_process_with_a_session_does_not_speak_over_its_connections(
         assert pool.run(_forked, str(store)) == [[2.0] * 4] * 2
 
 
-def test_an_interrupt_of_a_wait_for_others_is_raised_when_it_ends_and_the_next_refit_works(pool):
+def test_an_interrupt_ends_a_wait_for_others_long_before_the_deadline_and_the_next_refit_works(pool):
     with reshard.serve_store() as store:
         assert pool.run(_interrupted, str(store), timeout=40) == [[3.0] * 4] * 2

@@ -19,7 +19,7 @@ from tests.refit.sessions import Rank, error_of, ranks_of
 
 import reshard
 from reshard.errors import ConfigError, MembershipError, RefitTimeout, ReshardError, TransportError
-from reshard.refit import events, last_events, runner
+from reshard.refit import events, last_events, membership, runner
 from reshard.refit.commands import AWAITED, Command
 from reshard.refit.compiled import CompiledRefit
 from reshard.refit.journal import KEPT, Journal
@@ -33,6 +33,8 @@ EXPECT = {"trainer": 2, "gen0": 2}
 SPARE = 4
 PATIENCE = timedelta(seconds=3)
 LONG = timedelta(seconds=30)
+SHORT = timedelta(seconds=1.5)
+"""Where nothing can succeed before the deadline, so that nobody has to be quick."""
 IN_A_REFIT = [
     (command, commit)
     for command in sorted(AWAITED - {Command.MEET}, key=lambda c: c.name)
@@ -73,6 +75,16 @@ def told_of(me, session, call):
     }
 
 
+def end_epoch(session, fails):
+    """Let a refit fail on all ranks, so that they meet anew in the next one; all are past its gate by then."""
+
+    def refuse(_):
+        raise ReshardError("this rank was told to fail")
+
+    with mock.patch.dict(runner._EFFECTS, {Command.DRAIN: refuse} if fails else {}):
+        assert "this rank was told to fail" in error_of(lambda: session.refit(2, timeout=LONG)).message
+
+
 def _crash(ctx, address, victim, command, commit, inside, options):
     torch.set_num_threads(1)
     survivors = [rank for rank in range(4) if rank != victim]
@@ -91,8 +103,12 @@ def _crash(ctx, address, victim, command, commit, inside, options):
     if not me.is_source and commit == "staged":
         session.lease().release()
     me.train(2)
+    if command is Command.MEET:
+        end_epoch(session, fails=ctx.rank == victim)
     if ctx.rank == victim:
-        if inside == "a window":
+        if inside == "the meeting":
+            membership.wait_for_key = die  # its name is written, and the others may count on it
+        elif inside == "a window":
             move = CompiledRefit.move
             moves = iter([move, die])
             CompiledRefit.move = lambda *arguments: next(moves)(*arguments)
@@ -100,22 +116,25 @@ def _crash(ctx, address, victim, command, commit, inside, options):
             ShmTransport.wait = die
         else:
             runner._EFFECTS[command] = die
-    told = told_of(me, session, lambda: session.refit(2, timeout=PATIENCE))
+    patience = SHORT if command is Command.MEET else PATIENCE
+    told = told_of(me, session, lambda: session.refit(2, timeout=patience))
     tell(ctx, f"told {ctx.rank}")
     me.train(3)
     report = session.refit(3, timeout=LONG)
     assert me.is_version(3)
     assert not session.serving.torn
     session.close()
-    return told, report.epoch, os.getpid()
+    return told, report.epoch
 
 
 def check_crash(results, victim, commit, command):
     assert isinstance(results[victim], Died)
     told = {rank: results[rank][0] for rank in range(4) if rank != victim}
     victims_name = "{} rank {}".format(*ranks_of(EXPECT, victim))
+    meets = command is Command.MEET
+    errors = ("MembershipError", "RefitTimeout") if meets else ("TransportError", "RefitTimeout", "PeerError")
     for rank, seen in told.items():
-        assert seen["error"] in ("TransportError", "RefitTimeout", "PeerError"), (rank, seen)
+        assert seen["error"] in errors, (rank, seen)
         assert "Session 'default', refit to version 2" in seen["message"]
         assert seen["seconds"] < PATIENCE.total_seconds() + 2
         serving = seen["serving"]
@@ -127,10 +146,12 @@ def check_crash(results, victim, commit, command):
         else:
             assert seen["whole"] == [serving.version]
     assert any(victims_name in seen["message"] for seen in told.values()), told
-    before = (Command.GATHER, Command.PLAN, Command.MOVE, Command.AWAIT_LANDED, Command.DRAIN)
+    before = (Command.MEET, Command.GATHER, Command.PLAN, Command.MOVE, Command.AWAIT_LANDED, Command.DRAIN)
     if commit == "staged" and command in before:
         assert all(seen["serving"].version == 1 for seen in told.values() if not seen["is_source"])
-    assert {results[rank][1] for rank in told} == {results[SPARE]} == {2}, "one epoch more"
+    epochs = {results[rank][1] for rank in told}
+    assert epochs == {results[SPARE]}
+    assert meets or epochs == {2}, "one epoch more"
 
 
 @pytest.mark.parametrize(("command", "commit"), IN_A_REFIT, ids=lambda value: getattr(value, "name", value))
@@ -139,6 +160,46 @@ def test_a_process_killed_at_any_state_leaves_survivors_that_know_and_go_on(pool
     with reshard.serve_store() as store:
         results = pool.run(_crash, str(store), victim, command, commit, False, {}, timeout=50, may_die={victim})
     check_crash(results, victim, commit, command)
+
+
+@pytest.mark.parametrize("inside", [False, "the meeting"], ids=["before it comes", "after it has come"])
+@pytest.mark.parametrize("victim", [1, 2], ids=["source", "destination"])
+def test_a_process_killed_while_the_members_meet_anew_likewise(pool, victim, inside):
+    with reshard.serve_store() as store:
+        args = (str(store), victim, Command.MEET, "staged", inside, {})
+        results = pool.run(_crash, *args, timeout=50, may_die={victim})
+    check_crash(results, victim, "staged", Command.MEET)
+
+
+def _dies_joining(ctx, address, victim):
+    torch.set_num_threads(1)
+    survivors = [rank for rank in range(4) if rank != victim]
+    me = Rank(*ranks_of(EXPECT, victim if ctx.rank == SPARE else ctx.rank), 2)
+    told = None
+    if ctx.rank == SPARE:
+        wait_for(ctx, *(f"told {rank}" for rank in survivors))
+    if ctx.rank == victim:
+        membership.wait_for_key = die
+    session = me.connect(address, EXPECT, timeout=LONG)
+    me.train(1)
+    if ctx.rank != SPARE:
+        told = told_of(me, session, lambda: session.refit(1, timeout=SHORT))
+        tell(ctx, f"told {ctx.rank}")
+    session.refit(1)
+    assert me.is_version(1)
+    return told
+
+
+@pytest.mark.parametrize("victim", [1, 2], ids=["source", "destination"])
+def test_a_process_killed_as_it_joins_is_missed_by_the_first_refit_and_its_successor_is_met(pool, victim):
+    with reshard.serve_store() as store:
+        results = pool.run(_dies_joining, str(store), victim, timeout=50, may_die={victim})
+    assert isinstance(results[victim], Died)
+    for seen in (results[rank] for rank in range(4) if rank != victim):
+        assert seen["error"] == "RefitTimeout"
+        assert "for {} rank {} to call refit".format(*ranks_of(EXPECT, victim)) in seen["message"]
+        assert seen["seconds"] < SHORT.total_seconds() + 2
+        assert seen["serving"].version is None
 
 
 @pytest.mark.parametrize("commit", ["staged", "in-place"])
@@ -260,6 +321,10 @@ def _host_dies(ctx, port, host, command):
     me.train(1)
     session.refit(1)
     me.train(2)
+    if command in (Command.MEET, Command.DRAIN) and not me.is_source:
+        session.lease().release()
+    if command is Command.MEET:
+        end_epoch(session, fails=ctx.rank == members[0])
     effect = runner._EFFECTS[command]
 
     def without_the_host(this):
@@ -287,10 +352,7 @@ def _host_dies(ctx, port, host, command):
 @pytest.mark.parametrize(
     ("host", "command"),
     [
-        (SPARE, Command.GATHER),
-        (SPARE, Command.PLAN),
-        (SPARE, Command.MOVE),
-        (SPARE, Command.COMMIT),
+        *((SPARE, command) for command in sorted(AWAITED, key=lambda c: c.name)),
         (0, Command.AWAIT_LANDED),  # the store and a source at once
         (2, Command.MOVE),  # the store and a destination
     ],
@@ -305,7 +367,7 @@ def test_when_the_stores_host_is_killed_all_are_told_and_go_on_once_it_is_served
         assert seen["error"] in ("TransportError", "RefitTimeout", "PeerError", "NoneType")
         assert seen["seconds"] < PATIENCE.total_seconds() + 2
         assert seen["is_source"] or seen["whole"] == [seen["serving"].version]
-    if command in (Command.GATHER, Command.PLAN):
+    if command in (Command.MEET, Command.GATHER, Command.PLAN):
         assert any("lost the store" in seen["message"] for seen in told)
         assert {seen["serving"].version for seen in told if not seen["is_source"]} == {1}
 

@@ -51,7 +51,8 @@ def compile_refit(
     Args:
         group: Any torch process group that holds both worlds; the default group if not given.
         src: What this rank holds (``Manifest.from_torch``, ``from_views``); None where it holds nothing.
-        dst: Where this rank wants it; None where it wants nothing. A rank may have both.
+        dst: Where this rank wants it; None where it wants nothing. A rank may have both. What is compiled keeps the
+            memory of both: tensors that the caller lets go of are read and written still.
         strategy: ``"reshard"``, ``"point-to-point"`` or ``"gather-broadcast"``.
         transport: ``"auto"`` (shared memory between ranks of one host, the group elsewhere), ``"torch_p2p"`` or
             ``"shm"``.

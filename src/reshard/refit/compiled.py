@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from reshard.layouts.bound import BoundPiece
+    from reshard.layouts.box import Box
     from reshard.refit.declared import Declared
     from reshard.refit.group import Group
     from reshard.schedule.schedule import Schedule
@@ -236,6 +237,8 @@ class CompiledRefit:
             What this rank did.
 
         Raises:
+            BindingError: A tensor was rebound in its module, or its memory was freed or moved, since it was compiled.
+            PeerError: That happened on another rank.
             DigestError: Another rank runs another refit.
             RefitTimeout: A rank did not call, or did not answer within the deadline; it is named.
             TransportError: A peer was lost. The group cannot be used again.
@@ -259,6 +262,22 @@ class CompiledRefit:
                     tensor=name,
                     rank=self.group.rank,
                 )
+        for name, storage, buffer in self._memory:
+            if storage.data_ptr() != buffer:
+                raise BindingError(
+                    f"{name!r}: the memory of rank {self.group.rank} under this name was "
+                    f"{'moved' if storage.data_ptr() else 'freed'} since the refit was compiled. Compile the refit "
+                    f"again with weights that are there.",
+                    tensor=name,
+                    rank=self.group.rank,
+                )
+
+    @cached_property
+    def _memory(self) -> tuple[tuple[str, Any, int], ...]:
+        """Each storage that this rank declared, with the first tensor in it and its address then."""
+        pieces = [bound for manifest in self._manifests if manifest is not None for bound in manifest.local]
+        first = {bound.binding.buffer: bound for bound in reversed(pieces)}
+        return tuple((bound.piece.name, bound.view.untyped_storage(), buffer) for buffer, bound in first.items())
 
     def move(self, deadline: Deadline, started: float) -> RunReport:
         """Move the bytes once all ranks are known to be here.
@@ -334,6 +353,11 @@ class CompiledRefit:
     def cast_at(self) -> Mapping[str, str]:
         """By tensor of the plan that a side holds in another dtype than that in which it travels: which side."""
         return self._agreed.cast_at
+
+    @property
+    def made_fingerprints(self) -> dict[int, list[dict[Box, int]]]:
+        """Of what the last run cast as it was packed, by the plan's tensors and streams."""
+        return {} if self._program is None else self._program.made_fingerprints
 
     @property
     def live(self) -> tuple[BoundPiece, ...]:

@@ -39,6 +39,8 @@ class Epochs:
     def __init__(self, setup: Setup) -> None:
         self._setup = setup
         self._store: dist.Store | None = None
+        self._own_part: dist.Store | None = None
+        """The session's part of it: one object, since each at which somebody waits takes a connection."""
         self._register: Register | None = None
         self._scopes: dict[tuple[str, ...], Scope] = {}
         self._specs: tuple[TensorSpec, ...] | None = None
@@ -58,6 +60,7 @@ class Epochs:
             return False
         whole = open_store(setup.store, deadline) if isinstance(setup.store, str) else setup.store
         self._store = whole
+        self._own_part = prefixed(whole, prefix_of(setup.session))
         self._register = Register(self._part(), setup.me, setup.expect, setup.session)
         index = whole.add(SESSIONS, 1) - 1
         whole.set(f"{SESSIONS}/{index}", setup.session)
@@ -68,17 +71,17 @@ class Epochs:
 
     def forget_store(self) -> None:
         """Open it anew the next time."""
-        self._store = None
+        self._store = self._own_part = None
 
     def _part(self) -> dist.Store:
         """The session's part of the store."""
-        assert self._store is not None
-        return prefixed(self._store, prefix_of(self._setup.session))
+        assert self._own_part is not None
+        return self._own_part
 
     @property
     def store(self) -> dist.Store | None:
         """The session's part of the store; None while there is none."""
-        return None if self._store is None else self._part()
+        return self._own_part
 
     @property
     def is_lost(self) -> bool:

@@ -13,7 +13,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from reshard.errors import PeerError, RefitTimeout
-from reshard.transports.meeting import wait_for_key
+from reshard.transports.waiting import wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -20,12 +20,13 @@ One who cannot go on before all are there sets the word "refused" for a version:
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from reshard.errors import MembershipError, PeerError
 from reshard.refit.gate import wake_gates
-from reshard.transports.meeting import wait_for_key
+from reshard.transports.waiting import wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -251,7 +252,13 @@ class Register:
         index = self._store.add(f"{attempt}/comers", 1) - 1
         self._store.set(f"{attempt}/comer/{index}", json.dumps(asdict(self._me)))
         self._judge(attempt, self._comers(attempt))
-        if not wait_for_key(self._store, f"{attempt}/word", deadline):
+        try:
+            in_time = wait_for_key(self._store, f"{attempt}/word", deadline)
+        except (KeyboardInterrupt, SystemExit):
+            with suppress(RuntimeError):  # the store is lost too
+                self._set_word(attempt, "over", reason=f"{self._me.member} was interrupted")
+            raise
+        if not in_time:
             self._give_up(attempt, deadline)
         word = self._word(attempt)
         assert word is not None

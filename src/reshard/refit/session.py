@@ -59,6 +59,8 @@ class Session:
         self._thread: ThreadPoolExecutor | None = None
         self._last: Any = None
         self._busy = threading.Lock()
+        self._refits_in: int | None = None
+        """The thread that a refit is under way in."""
         self._pid = os.getpid()
         self._kept = Kept()
         runner.on_commit = self._after_commit
@@ -283,9 +285,11 @@ class Session:
                 f"in another thread. Calls come one after the other, in the same order on all ranks: make them from "
                 f"one thread, or with async_op=True."
             )
+        self._refits_in = threading.get_ident()
         try:
             return self._refit_alone(asked, timeout)
         finally:
+            self._refits_in = None
             self._busy.release()
 
     def _refit_alone(self, asked: Asked, timeout: timedelta) -> RefitReport:
@@ -416,7 +420,16 @@ class Session:
         self._runner.epochs.abandon(reason)
 
     def close(self) -> None:
-        """Leave: give back connections and staging. The live weights stay as they are."""
+        """Leave: give back connections and staging. The live weights stay as they are.
+
+        Raises:
+            ConfigError: A hook called it; the refit that called the hook goes on.
+        """
+        if self._refits_in == threading.get_ident():
+            raise ConfigError(
+                f"Session {self._runner.setup.session!r}: close was called in a hook, and the refit that calls the "
+                f"hook is under way: it needs what close gives back. Call close after refit has returned."
+            )
         if self._watch is not None:
             self._watch.close()
         if self._thread is not None:

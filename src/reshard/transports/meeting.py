@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from reshard.errors import ConfigError, DigestError, EnvironmentNotSupported, PeerError, RefitTimeout, TransportError
 from reshard.transports.base import Deadline
+from reshard.transports.waiting import wait_for_key
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,25 +35,6 @@ _ROLL_CALL = timedelta(seconds=0.5)
 """How long a rank whose deadline expired waits for others to say that they are here too."""
 _MANY_KEYS = 32
 """Old keys of this rank that are left in the store before they are deleted together."""
-
-
-def wait_for_key(store: dist.Store, key: str, deadline: Deadline) -> bool:
-    """Wait until a key is in a store. torch's stores hear no interrupt of the process while they wait.
-
-    A wait in short pieces would hear it, but torch writes two lines to stderr whenever a piece ends.
-
-    Returns:
-        Whether it is there; False at the deadline.
-
-    Raises:
-        RuntimeError: The store is lost.
-    """
-    try:
-        store.wait([key], timedelta(seconds=max(0.001, deadline.remaining())))
-    except RuntimeError:
-        # Not there, or the store is lost; in the second case the next question fails too.
-        return store.check([key])
-    return True
 
 
 class Meeting:
