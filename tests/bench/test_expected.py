@@ -48,6 +48,15 @@ def test_every_row_of_the_cluster_benchmark_is_predicted_and_none_beats_the_boun
     assert rows["reshard"] < rows["gather_broadcast"]
 
 
+def test_memory_that_is_freed_and_asked_for_again_costs_faults_only_where_the_system_had_it_back():
+    faults = dataclasses.replace(MACHINE, fresh=MACHINE.fresh / 10)
+    small, large = ([expected_local("tp4", side, each) for each in (MACHINE, faults)] for side in (2048, 8192))
+    for rows in (small, large):
+        assert rows[1]["all_gather/chunks"] == rows[0]["all_gather/chunks"]
+    assert small[1]["all_gather/whole"] == small[0]["all_gather/whole"]
+    assert large[1]["all_gather/whole"] > 1.5 * large[0]["all_gather/whole"]
+
+
 def test_the_usual_way_sends_three_copies_over_the_link_of_its_root():
     # a binomial tree of five: the root sends to three, all on B
     rows = expected_cluster("one-host", SIDE, RATE, MACHINE)

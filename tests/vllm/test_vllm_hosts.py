@@ -236,14 +236,14 @@ def start(cluster, folder, url, tp):
     command += ["--skip-tokenizer-init", "--enforce-eager", "--enable-scale-out", "--dtype", "bfloat16"]
     command += ["--max-model-len", "64", "--max-num-seqs", "2"]
     command += ["--weight-transfer-config", json.dumps({"backend": "reshard"})]
-    cores = len(os.sched_getaffinity(0))
     environment = {
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(rank % cores) for rank in range(tp)),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # two engines have more workers than this machine has cores
+        "OMP_NUM_THREADS": "1",
         "VLLM_HOST_IP": at.hostname,
         "VLLM_SERVER_DEV_MODE": "1",
     }

@@ -27,10 +27,13 @@ if TYPE_CHECKING:
     from reshard.bench.case import Case
     from reshard.plan.plan import Plan
     from reshard.simulate.calibration import Calibration
+    from reshard.simulate.costs import CopyKind, Costs
 
 DESTINATION_RANKS = range(SOURCES, SIZE)
 _UNDER_WAY = 4
 _GROUP_THREADS = 2
+_KEPT_NBYTES = 32 << 20
+"""Up to this glibc keeps what is freed for the next who asks (DEFAULT_MMAP_THRESHOLD_MAX of its malloc, on 64 bits)."""
 
 
 def expected_local(scenario: str, size: int, machine: Calibration) -> dict[str, float]:
@@ -149,6 +152,31 @@ class GlooGroup:
         return has
 
 
+def allgather(tasks: Tasks, costs: Costs, ranks: Sequence[int], nbytes: int, before: Iterable[int]) -> list[int]:
+    """Add gloo's allgather: it makes one flat tensor, gathers into that, and copies out of it.
+
+    Args:
+        tasks: Of the ranks.
+        costs: Of copies.
+        ranks: Who takes part.
+        nbytes: Of each rank's part.
+        before: What must be done before.
+
+    Returns:
+        The tasks after which the ranks have all parts.
+    """
+    flat_nbytes = len(ranks) * nbytes
+    into: CopyKind = "fresh" if flat_nbytes > _KEPT_NBYTES else "run"
+    faults = max(0.0, costs.copy_seconds(nbytes, into) - costs.copy_seconds(nbytes))
+    own = [tasks.copy(rank, costs.copy_seconds(nbytes, into), before) for rank in ranks]
+    done = []
+    for rank in ranks:
+        came = [tasks.message(peer, rank, nbytes, own) for peer in ranks if peer != rank]
+        seconds = (len(ranks) - 1) * faults + costs.copy_seconds(flat_nbytes)
+        done.append(tasks.copy(rank, seconds, came))
+    return done
+
+
 def _binomial_tree(size: int) -> list[tuple[int, int]]:
     """Who sends to whom in gloo's broadcast, in order; 0 is the root.
 
@@ -207,16 +235,7 @@ class _Usual:
         if form == "gather":
             others = [[self._tasks.message(source, 0, nbytes, free)] for source in range(1, SOURCES)]
             return [[], *others]
-        before = [*free, *gathered]
-        gathered.clear()
-        costs, tasks = self._costs, self._tasks
-        # the group's allgather makes one flat tensor, gathers into that, and copies out of it
-        own = [tasks.copy(rank, costs.copy_seconds(nbytes, "fresh"), before) for rank in range(SOURCES)]
-        faults = costs.copy_seconds(nbytes, "fresh") - costs.copy_seconds(nbytes)
-        for rank in range(SOURCES):
-            came = [tasks.message(peer, rank, nbytes, own) for peer in range(SOURCES) if peer != rank]
-            seconds = (SOURCES - 1) * max(0.0, faults) + costs.copy_seconds(SOURCES * nbytes)
-            gathered.append(tasks.copy(rank, seconds, came))
+        gathered[:] = allgather(self._tasks, self._costs, range(SOURCES), nbytes, [*free, *gathered])
         return [list(gathered) for _ in range(SOURCES)]
 
 

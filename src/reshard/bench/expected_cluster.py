@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from reshard.bench.case import DTYPE
 from reshard.bench.cluster_scenarios import ITEMSIZE, TENSORS, Scenario, scenario_named
 from reshard.bench.cluster_ways import CHUNKS_UNDER_WAY, FORMS, Chunk, chunks_of, raw_socket_ends
-from reshard.bench.expected import GlooGroup
+from reshard.bench.expected import GlooGroup, allgather
 from reshard.layouts.manifest import Manifest
 from reshard.layouts.piece import Piece, TensorSpec
 from reshard.plan.plan import plan_refit
@@ -186,16 +186,6 @@ class _Usual:
                 return []
             return [tasks.message(self._at[chunk.source], self._at[0], nbytes, self._free(0, at))]
         if at % len(self._sources) == 0:  # chunks of all sources together
-            before = [*self._free(0, at), *gathered]
-            gathered.clear()
-            fresh = costs.copy_seconds(nbytes, "fresh")
-            own = [tasks.copy(self._at[rank], fresh, before) for rank in self._sources]
-            others = len(self._sources) - 1
-            faults = others * max(0.0, fresh - costs.copy_seconds(nbytes))
-            for rank in self._sources:
-                came = [
-                    tasks.message(self._at[peer], self._at[rank], nbytes, own) for peer in self._sources if peer != rank
-                ]
-                seconds = faults + costs.copy_seconds((others + 1) * nbytes)
-                gathered.append(tasks.copy(self._at[rank], seconds, came))
+            sources = [self._at[rank] for rank in self._sources]
+            gathered[:] = allgather(tasks, costs, sources, nbytes, [*self._free(0, at), *gathered])
         return list(gathered)

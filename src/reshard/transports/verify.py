@@ -42,6 +42,10 @@ _PACKED_NBYTES = 1 << 20
 
 _SCRATCH = Scratch()
 
+_WIDE = Scratch()
+"""For words as int64: malloc may give memory of this size back to the system each time, and faults cost half as much
+as the sums."""
+
 _BLOCK_BITS = 16
 """A block of a row is 2**16 words."""
 
@@ -224,8 +228,12 @@ def _blocks(start: int, stop: int) -> Iterator[tuple[int, int]]:
 
 def _dot(rows: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
     """For each row its product with ``columns``, modulo 2**64."""
-    wide = rows.to(torch.int64)
-    return wide.mv(columns) if wide.device.type == "cpu" else wide.mul_(columns).sum(1)  # CUDA has no mv of integers
+    if rows.device.type != "cpu":
+        return rows.to(torch.int64).mul_(columns).sum(1)  # CUDA has no mv of integers
+    if rows.dtype is torch.int64:
+        return rows.mv(columns)
+    wide = _WIDE.take(8 * rows.numel(), rows.device).view(torch.int64).view(rows.shape)
+    return wide.copy_(rows).mv(columns)
 
 
 def _row_numbers(box: Box, spec: TensorSpec, device: torch.device) -> torch.Tensor:
