@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import threading
+import time
 from datetime import timedelta
 
 import pytest
@@ -253,8 +254,15 @@ def test_a_lease_and_a_wait_are_for_a_whole_number():
     run(PAIR, body)
 
 
-@pytest.mark.parametrize("where", ["a hook", "another thread"])
-def test_a_refit_within_a_refit_is_refused_and_harms_neither(where):
+@pytest.mark.parametrize(
+    ("where", "async_op", "said"),
+    [
+        ("a hook", False, "refit was called in a hook"),
+        ("a hook", True, "refit was called in a hook"),
+        ("another thread", False, "another call of it is under way here"),
+    ],
+)
+def test_a_refit_within_a_refit_is_refused_and_harms_neither(where, async_op, said):
     def body(me, session):
         told = []
 
@@ -273,10 +281,12 @@ def test_a_refit_within_a_refit_is_refused_and_harms_neither(where):
             session.accept(me.manifest, installed=installed)
         for version in (1, 2):
             me.train(version)
-            session.refit(version)
+            done = session.refit(version, async_op=async_op)
+            if async_op:
+                done.wait()
             assert me.is_version(version)
         assert me.is_source or [type(error) for error in told] == [ConfigError] * 2
-        assert me.is_source or "another call of it is under way here" in told[0].message
+        assert me.is_source or said in told[0].message
 
     run(PAIR, body)
 
@@ -298,6 +308,30 @@ def test_a_close_within_a_refit_is_refused_and_harms_it_not(hook, async_op):
             assert len(told) >= 2
         with pytest.raises(ConfigError, match="is closed here"):
             session.refit(3)
+
+    run(PAIR, body)
+
+
+def test_a_close_in_another_thread_waits_for_the_refit_that_is_under_way():
+    def body(me, session):
+        closers = []
+
+        def close_meanwhile(*_):
+            closers.append(threading.Thread(target=session.close))
+            closers[0].start()
+            time.sleep(0.2)
+            assert closers[0].is_alive()
+
+        if not me.is_source:
+            session.accept(me.manifest, committed=close_meanwhile)
+        me.train(1)
+        assert session.refit(1).version == 1
+        assert me.is_version(1)
+        for closer in closers:
+            closer.join(20)
+            assert not closer.is_alive()
+            assert "is closed here" in error_of(lambda: session.refit(2)).message
+        assert me.is_source or closers
 
     run(PAIR, body)
 

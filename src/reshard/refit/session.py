@@ -6,14 +6,13 @@ import contextlib
 import json
 import os
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from reshard.errors import ConfigError
 from reshard.refit.accept import make_acceptance
 from reshard.refit.call import Asked, make_asked
-from reshard.refit.collective import Work
+from reshard.refit.calls import Calls
 from reshard.refit.handed import Handed
 from reshard.refit.kept import Kept
 from reshard.refit.landed import Hooks
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from reshard.layouts.piece import TensorSpec
+    from reshard.refit.collective import Work
     from reshard.refit.landed import Committed, Install, Installed, Loader
     from reshard.refit.leases import Lease
     from reshard.refit.machine import Serving
@@ -56,11 +56,7 @@ class Session:
         self._watch = Watch(runner) if progress else None
         self._offer: Offer | None = None
         self._snapshot: Snapshot | None = None
-        self._thread: ThreadPoolExecutor | None = None
-        self._last: Any = None
-        self._busy = threading.Lock()
-        self._refits_in: int | None = None
-        """The thread that a refit is under way in."""
+        self._calls = Calls(runner.setup.session)
         self._pid = os.getpid()
         self._kept = Kept()
         runner.on_commit = self._after_commit
@@ -251,20 +247,14 @@ class Session:
                 serves now; with ``commit="staged"`` that is the old version, whole.
         """
         self._check_open()
+        self._calls.check_outside("refit", "Call refit again after it has returned.")
         if snapshot:
-            if self._last is not None and not self._last.done():
-                self._last.exception()  # it may still read the copies of the last snapshot
+            self._calls.settle()  # they may still read the copies of the last snapshot
             self._take_snapshot()
         asked = self._asked(version, names, to, allow_rollback, snapshot=snapshot)
         deadline_after = check_timeout(timeout, self._runner.setup.timeout)
-        if async_op:
-            if self._thread is None:
-                self._thread = ThreadPoolExecutor(1, thread_name_prefix="reshard-session")
-            self._last = self._thread.submit(self._refit, asked, deadline_after)
-            return Work(self._last)
-        if self._last is not None and not self._last.done():
-            self._last.exception()  # those in the background come first
-        return self._refit(asked, deadline_after)
+        make = self._calls.make_beside if async_op else self._calls.make
+        return make(lambda: self._refit(asked, deadline_after))
 
     def _take_snapshot(self) -> None:
         if self._offer is None or self._runner.state.writes:
@@ -279,20 +269,6 @@ class Session:
         return make_asked(me, worlds, offer, version=version, names=names, to=to, allow_rollback=allow_rollback)
 
     def _refit(self, asked: Asked, timeout: timedelta) -> RefitReport:
-        if not self._busy.acquire(blocking=False):
-            raise ConfigError(
-                f"refit to version {asked.version} was called while another call of it is under way here, in a hook or "
-                f"in another thread. Calls come one after the other, in the same order on all ranks: make them from "
-                f"one thread, or with async_op=True."
-            )
-        self._refits_in = threading.get_ident()
-        try:
-            return self._refit_alone(asked, timeout)
-        finally:
-            self._refits_in = None
-            self._busy.release()
-
-    def _refit_alone(self, asked: Asked, timeout: timedelta) -> RefitReport:
         partial = False
         if asked.names is not None and asked.offer is not None:
             every = asked.offer.manifest.names
@@ -422,19 +398,17 @@ class Session:
     def close(self) -> None:
         """Leave: give back connections and staging. The live weights stay as they are.
 
+        A refit that is under way ends first, by its deadline at the latest. In a fork it does nothing.
+
         Raises:
             ConfigError: A hook called it; the refit that called the hook goes on.
         """
-        if self._refits_in == threading.get_ident():
-            raise ConfigError(
-                f"Session {self._runner.setup.session!r}: close was called in a hook, and the refit that calls the "
-                f"hook is under way: it needs what close gives back. Call close after refit has returned."
-            )
+        if self._pid != os.getpid():
+            return  # the connections are those of the process that connected
+        self._calls.check_outside("close", "It needs what close gives back: call close after refit has returned.")
         if self._watch is not None:
             self._watch.close()
-        if self._thread is not None:
-            self._thread.shutdown(wait=True)
-            self._thread = None
+        self._calls.close()
         self._runner.close()
 
     def _check_open(self) -> None:
