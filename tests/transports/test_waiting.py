@@ -98,6 +98,7 @@ import os, signal, threading, time
 from datetime import timedelta
 import reshard
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it
 store = reshard.serve_store()
 began = time.monotonic() + 0.5
 threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
